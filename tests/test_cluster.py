@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 from pathlib import Path
 
 import jax
@@ -174,6 +175,19 @@ def test_one_host_needs_no_network(tmp_path: Path) -> None:
     path.write_text(text[: text.index("[network_link]")])
     cluster = Cluster.load(path)
     assert cluster.network_link == cluster.host_link
+
+
+def test_a_field_that_older_files_have_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    for value in ("false", "true"):
+        more = f"kernel_seconds = 0\noverlaps = {value}"
+        path.write_text(CLUSTER_TEXT.replace("kernel_seconds = 0", more))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            Cluster.load(path)
+        assert ["overlaps" in str(each.message) for each in told] == [
+            True for _ in range(value == "true")
+        ]
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,6 @@ class Cluster:
         is right where nobody measured, and where one device's compute and sending share
         cores, as on CPUs.
       source: where the numbers are from.
-      overlaps: whether plans say what is sent beside which product. Parameters are
-        gathered a product ahead and gradients reduced behind the next one, and the
-        operand or the sum of a product may go around devices in parts (collective
-        matmul). It pays where a compiler sends while it multiplies.
       ray_hosts: the Ray hosts that run its programs; this process, if None.
       ici: the chips of a slice of TPUs along each axis of their interconnect, where a
         host is one slice; empty: see `slice_shape`.
@@ -86,7 +82,6 @@ class Cluster:
     source: str
     ray_hosts: RayHosts | None = None
     visible_fraction: float = 1.0
-    overlaps: bool = False
     parts: tuple["Cluster", ...] = ()
     ici: tuple[int, ...] = ()
 
@@ -96,10 +91,6 @@ class Cluster:
         check_positive("launch_seconds", self.launch_seconds, zero=True)
         check_positive("kernel_seconds", self.kernel_seconds, zero=True)
         check_fraction("visible_fraction", self.visible_fraction)
-        if not isinstance(self.overlaps, bool):
-            raise ValueError(
-                f"`overlaps` must be true or false, but got {self.overlaps!r}."
-            )
 
     @property
     def num_devices(self) -> int:
@@ -346,6 +337,12 @@ def cluster_by_name(name: str) -> Cluster | None:
 def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
     """A cluster from nested tables; errors name `where` and the field."""
     table = dict(table)
+    if table.pop("overlaps", False):  # in files that an older autopar wrote
+        warnings.warn(
+            f"{where}: `overlaps` is ignored: compilers order transfers themselves.",
+            FallbackWarning,
+            stacklevel=4,
+        )
     if "parts" in table:
         check_fields(JoinedFile, table, where, "")
         parts = [_from_table(part, where) for part in table["parts"]]

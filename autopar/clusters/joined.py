@@ -66,7 +66,6 @@ def join_clusters(parts: Sequence[_Cluster], name: str | None = None) -> _Cluste
         launch_seconds=max(part.launch_seconds for part in parts),
         kernel_seconds=max(part.kernel_seconds for part in parts),
         visible_fraction=max(part.visible_fraction for part in parts),
-        overlaps=all(part.overlaps for part in parts),
         source="; ".join(dict.fromkeys(part.source for part in parts)),
         parts=tuple(parts),
     )

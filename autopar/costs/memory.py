@@ -34,8 +34,6 @@ from ..clusters.ici import SLICES
 from ..graph.build_graph import BARRIER, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Operator, OpGraph
 from ..plans.plan import ShardingPlan
-from ..plans.slices_ahead import bytes_ahead
-from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
 from ..sharding.spec import Spec, is_cut_out, num_shards
 from .compute import TRANSCENDENTAL
@@ -252,8 +250,7 @@ class _Sweep:
         for row in rows_with_halos(graph, [op.factors for op in plan.operators]):
             op = columns.operators[row]
             halos = factors_with_halos(op, plan.operators[row].factors)
-            held = copied_bytes(op, halos, self._sizes)
-            self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
+            self.inner[op.index] += copied_bytes(op, halos, self._sizes)
 
         self.family = family_of(plan.device_kind)
         for op in (each for each in graph.operators() if each.kind in EXPANDED):
@@ -280,17 +277,15 @@ class _Sweep:
     def _loop_bytes(self, op: Operator) -> int:
         blocks = [self.graph.blocks[body] for body in op.bodies]
         borders = [_Border(apart=frozenset(range(len(b.outputs)))) for b in blocks]
-        ahead = 0
         if op.kind == SCAN:
             consts, carry = op.params["num_consts"], op.params["num_carry"]
             slices = frozenset(range(consts + carry, len(blocks[0].inputs)))
             stacks = frozenset(range(carry, len(blocks[0].outputs)))
             borders = [_Border({k: consts + k for k in range(carry)}, slices, stacks)]
-            ahead = bytes_ahead(self.graph, self.plan, op)
         elif op.kind == WHILE:
             consts, carry = op.params["body_nconsts"], len(blocks[1].outputs)
             borders = [_Border(), _Border({k: consts + k for k in range(carry)})]
-        return ahead + max(map(self.block, blocks, borders))
+        return max(map(self.block, blocks, borders))
 
 
 @dataclass(eq=False)

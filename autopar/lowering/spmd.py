@@ -16,18 +16,16 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from ..costs.resharding import Resharder
-from ..graph.blocks import BlockRunner, as_array
+from ..graph.blocks import BlockRunner
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.paired_operators import companions
 from ..jax_compat import NO_MESH, equation_context
 from ..plans.plan import ShardingPlan
-from ..plans.slices_ahead import NEXT, slices_ahead
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
 from ..rules.host_calls import HostCalls
-from ..sharding.spec import Spec, local_shape
+from ..sharding.spec import Spec
 from .collectives import apply_step
 from .partial_sums import as_held, held_spec, part_of
-from .scan_ahead import Upcoming, scan_ahead
 
 
 def input_shardings(
@@ -98,7 +96,6 @@ class _ShardRunner(BlockRunner):
         self.copies: dict[int, dict[Spec, Any]] = {}
         found, operators = companions(graph.columns), graph.columns.operators
         self.companions = {operators[row].index: each for row, each in found.items()}
-        self.upcoming = Upcoming()
 
     def write(self, tensor: int, value: Any) -> None:
         self.copies[tensor] = {self.plan.tensors[tensor].spec: value}
@@ -132,43 +129,8 @@ class _ShardRunner(BlockRunner):
             copies[spec] = shard
         return copies[spec]
 
-    def scan(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
-        """As ever, or with slices that are gathered one iteration ahead."""
-        ahead = slices_ahead(self.graph, self.plan, op)
-        if not ahead:
-            return super().scan(op, operands)
-        body = self.graph.blocks[op.bodies[0]]
-        by_position = {each.position: each for each in ahead}
-
-        def gather(position: int, shard: Any) -> Any:
-            each = by_position[position]
-            self.write(each.tensor, shard)
-            return self.copy(each.tensor, each.spec)
-
-        def run(inputs: list[Any], gathered: list[Any], upcoming: Upcoming) -> Any:
-            outer, self.upcoming = self.upcoming, upcoming
-            for tensor, value in zip(body.inputs, inputs, strict=True):
-                self.write(tensor, value)
-            for each, value in zip(ahead, gathered, strict=True):
-                self.copies[each.tensor][each.spec] = value
-            self.run_operators(body.operators)
-            self.upcoming = outer
-            return self.outputs(body)
-
-        arrays, num_carry = [as_array(x) for x in operands], op.params["num_carry"]
-        specs = self.plan.operators[self.position[op.index]].result_specs[num_carry:]
-        stacked = [
-            jax.ShapeDtypeStruct(
-                local_shape(kind.shape, spec, self.plan.mesh.axis_sizes), kind.dtype
-            )
-            for kind, spec in zip(op.result_types[num_carry:], specs, strict=True)
-        ]
-        return scan_ahead(op, arrays, tuple(by_position), gather, run, stacked)
-
     def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         """As ever; what is gathered again is not before what it is read with."""
-        if op.name.startswith(NEXT):
-            return self.upcoming.through_barrier(operands)
         if op.index not in self.companions:
             return super().execute(op, operands)
         copies = self.copies[self.companions[op.index]]
@@ -177,7 +139,7 @@ class _ShardRunner(BlockRunner):
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         plan = self.plan.operators[self.position[op.index]]
-        by_name = {factor.name: factor for factor in factors_of(op, rotating=True)}
+        by_name = {factor.name: factor for factor in factors_of(op)}
         shard = Shard(
             self.plan.mesh,
             tuple(by_name[name] for name in plan.factors),

@@ -26,7 +26,7 @@ from ..option_values import LEVELS, Offload
 from ..options import Options
 from ..planner.fit import CompiledFit
 from ..planner.mesh_search import FAR, least_seconds
-from ..planner.plan_like import Likeness, homes_in, kept_arguments, tell
+from ..planner.plan_like import homes_in, kept_pins
 from ..planner.planned import Planned
 from ..planner.planning import plan_of_least_memory, plan_step
 from ..planner.update_loops import one_update
@@ -366,8 +366,7 @@ def pipeline_like(
     if method.stage_products is not None and sum(method.stage_products) != number:
         method = replace(method, stage_products=None)
     homes = homes_in((each.sharding for each in like.programs), _CHUNK)
-    pins, anew, _ = kept_arguments(graph, options.pins, homes, like.meshes)
-    tell(Likeness(pins, anew, ()), graph)
+    pins = kept_pins(graph, options.pins, homes, like.meshes)
     remat = next((p.sharding.remat for p in like.programs if p.sharding.remat), None)
     free = replace(
         free,

@@ -139,7 +139,5 @@ def _movable(factors: Sequence[Factor], chosen: Collection[int]) -> list[int]:
     return [
         index
         for index in sorted(chosen)
-        if index not in shared
-        and not factors[index].halos
-        and factors[index].rotation is None
+        if index not in shared and not factors[index].halos
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 
 from .. import rules as _rules
@@ -18,7 +17,6 @@ from ..methods.layout_rules import LayoutRules
 from ..methods.named_methods import gathers_again, restrictions_of
 from ..plans.plan import ShardingPlan
 from ..state.placements import placement_pins
-from .attention_choice import ring_limits
 from .auto_layout import auto_layout
 from .budget import BudgetPlanner
 from .divided_work import dividing_first
@@ -32,9 +30,9 @@ from .mesh_search import (
     least_seconds,
 )
 from .mesh_shapes import mesh_shapes
-from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry
 from .plan_request import PlanRequest
+from .step_forms import ring_limits
 
 _log = logging.getLogger("autopar")
 assert _rules  # imported so that every rule registers
@@ -127,12 +125,15 @@ def blaming_pins(
     gap: float = TIGHT_GAP,
     cutoff: float = math.inf,
 ) -> InfeasiblePlanError:
-    """The error of `plan_graph`, which names the fewest pins to blame."""
-    plan_with = partial(_plan_with_pins, request, gap, cutoff)
-    return blame_pins(error, request.options.pins, plan_with)
-
-
-def _plan_with_pins(
-    request: PlanRequest, gap: float, cutoff: float, pins: PinsByKey
-) -> ShardingPlan:
-    return plan_graph(request.asking(pins=pins), gap, cutoff)
+    """The error of `plan_graph`, which names the pins if there is a plan without."""
+    pins = request.options.pins
+    if not pins:
+        return error
+    try:
+        plan_graph(request.asking(pins={}), gap, cutoff)
+    except InfeasiblePlanError:
+        return error
+    named = " and ".join(f"{key!r}: {spec}" for key, spec in pins.items())
+    return error.saying_more(
+        f"Without pins there is a plan, but none has {named}; change or drop one."
+    )

@@ -1,8 +1,8 @@
 """What an operator sends while it runs, and the seconds of it.
 
-Windows that overlap their shards exchange halos first. In a product whose parts go
-around a ring, each transfer runs beside the product of the part before; of what fits
-behind it a step still waits for `Cluster.visible_fraction`.
+Windows that overlap their shards exchange halos first. Where attention goes around a
+ring, each transfer runs beside the work on the part before; of what fits behind it a
+step still waits for `Cluster.visible_fraction`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..costs.compute import flops, operator_seconds
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import OperatorPlan
 from ..rules.base import Factor
-from ..rules.collective_matmul import ring_of, rotations, step_shapes
 from ..rules.halos import (
     Exchange,
     Traffic,
@@ -35,29 +34,6 @@ def halo_seconds(
 ) -> float:
     """Seconds that one execution waits for all its exchanges, one after the other."""
     return sum(seconds for _, seconds in _waits(op, factors, mesh, cluster))
-
-
-def ring_product_seconds(
-    op: Operator, factors: Sequence[Factor], sizes: Sequence[int], cluster: Cluster
-) -> float | None:
-    """Seconds of all products of an operator whose parts go around; None if none do.
-
-    A product that is added to others writes and reads its result once more.
-    """
-    ring = ring_of(factors, sizes)
-    if ring is None:
-        return None
-    operands, result = step_shapes(op, factors, sizes, ring)
-    kinds = [*op.operand_types, *[op.result_types[0]] * 2]
-    shapes = [*operands, result, result]
-    num_bytes = sum(
-        prod(shape) * kind.dtype.itemsize
-        for kind, shape in zip(kinds, shapes, strict=True)
-    )
-    num_flops = flops(op.kind, op.params, operands, [result])
-    dtype = op.operand_types[0].dtype
-    each = operator_seconds(op.kind, num_flops, num_bytes, dtype, cluster)
-    return each * ring.count
 
 
 def work_seconds(
@@ -89,12 +65,6 @@ def _waits(
     if any(factor.halos for factor in factors):
         for each in exchanges(op, factors, sizes):
             yield each, _seconds(each, mesh, cluster)
-    products = ring_product_seconds(op, factors, sizes, cluster)
-    if products is not None:
-        sent = rotations(op, factors, sizes)
-        behind = products / (len(sent) + 1)
-        for each in sent:
-            yield each, _seconds(each, mesh, cluster, behind)
 
 
 def _waits_beside_parts(

@@ -86,7 +86,7 @@ class MemoryRows:
             for value in memory.live(position):
                 if value.is_copy or value.tensor in replaced:
                     continue
-                if value.tensor in self.problem.writers:
+                if value.tensor in self.problem.write_of:
                     vertex, key = self._of_value(value)
                     held[vertex].append((*key, factor))
         for vertex, key in self._homes:
@@ -107,7 +107,7 @@ class MemoryRows:
 
     def _of_value(self, value: Value) -> tuple[int, tuple[SpecChoices, int]]:
         """Who makes a value, and which bytes that is by its choices."""
-        vertex, access = self.problem.writers[value.tensor]
+        vertex, access = self.problem.writer(value.tensor)
         return vertex, (access.choices, self._bytes[value.tensor])
 
     @cached_property
@@ -125,7 +125,7 @@ class MemoryRows:
             found.append((int(reads.vertex[k]), key))
         for each in self.problem.graph.inputs:
             if each.memory == "device":
-                vertex, access = self.problem.writers[each.tensor]
+                vertex, access = self.problem.writer(each.tensor)
                 found.append((vertex, (access.choices, self._bytes[each.tensor])))
         return found
 

@@ -46,7 +46,7 @@ class ChoicePins:
             seconds.append(left)
 
         for tensor, is_allowed in self.specs.items():
-            index, access = problem.writers[tensor]
+            index, access = problem.writer(tensor)
             distinct = np.array([is_allowed(s) for s in access.choices.distinct])
             keep(index, distinct[access.choices.classes])
         operators = problem.graph.operators()

@@ -8,6 +8,7 @@ plan_step        trace; plan, compile and correct until it fits (`fit.py`)
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,19 +27,20 @@ from ..plans.plan_check import check_against
 from ..plans.staged_plan import sharding_of, with_budget
 from .divided_work import warn_repeated_work
 from .fit import CompiledFit
-from .graph_plan import blaming_pins, plan_graph
-from .padding_choice import PaddedVariants
-from .plan_like import memory_choices, plan_like, without_like
+from .plan_like import is_of_plan, options_like
 from .plan_request import PlanRequest
 from .planned import Planned
-from .transfers_ahead import graph_sent_ahead, send_ahead
-from .variant_search import Chosen, VariantSearch
+from .step_forms import form_of_plan, forms_to_try
+from .step_variants import StepVariants
+from .variant_search import best_variant
 from .whole_step import (
     TracedWhole,
     batch_tensors,
     in_microbatches,
     trace_whole,
 )
+
+_log = logging.getLogger("autopar")
 
 
 def plan_step(
@@ -75,66 +77,53 @@ def plan_traced(whole: TracedWhole, options: Options) -> Planned:
     Raises:
       InfeasiblePlanError: nothing is predicted to fit.
     """
+    cluster = options.cluster or Cluster.local()
+    if options.like is not None and options.plan is None:
+        return _plan_like(whole, options, cluster)
     traced, graph = in_microbatches(whole, options)
     batch = batch_tensors(traced, graph, options)
-    cluster = options.cluster or Cluster.local()
     request = PlanRequest(graph, whole.leaves, batch, cluster, options)
     request = request.with_placed_pins()
-    forms = PaddedVariants(traced, graph, whole.roles, batch)
+    step = StepVariants(traced, graph, whole.roles, batch)
     if options.plan is not None:
         plan = sharding_of(options.plan)
-        variant = forms.of_plan(plan).of_plan(plan)
-        graph = graph_sent_ahead(graph_of_plan(variant.graph, plan), plan)
+        variant = form_of_plan(step, plan).of_plan(plan)
+        graph = graph_of_plan(variant.graph, plan)
         check_shard_maps(graph, plan.mesh)
         check_against(plan, graph)
     else:
-        chosen = _best_variant(forms, request)
-        variant, budget = chosen.variant, options.budget_on(cluster)
-        plan = with_budget(chosen.plan, budget)
+        forms = forms_to_try(step, options, cluster.num_devices)
+        chosen = best_variant(forms, request)
+        variant = chosen.variant
+        plan = with_budget(chosen.plan, options.budget_on(cluster))
         graph = graph_of_plan(variant.graph, plan)
         batch = batch_tensors(variant.traced, variant.graph, options)
         warn_unsplit_state(options.method, variant.graph, plan, batch)
         is_free = isinstance(options.method, Auto | ShardParallel)
         if is_free and not (request.options.pins or options.rules):
             warn_repeated_work(graph, plan, batch)
-        if cluster.overlaps:
-            plan = send_ahead(graph, plan, budget)
-        graph = graph_sent_ahead(graph, plan)
     types = tuple(abstract_value(var.aval) for var in whole.traced.jaxpr.jaxpr.invars)
     return Planned(variant.traced, graph, whole.roles, plan, cluster, types, options)
 
 
-def _best_variant(forms: PaddedVariants, request: PlanRequest) -> Chosen:
-    """The cheapest variant of a step that fits, and its plan.
-
-    Raises:
-      InfeasiblePlanError: nothing fits.
-    """
-    options, cluster = request.options, request.cluster
-    variants = VariantSearch(
-        forms.to_try(options, cluster.num_devices),
-        *memory_choices(options),
-        options.budget_on(cluster),
-    )
-    for asked in variants:
-        variant = asked.variant
-        batch = batch_tensors(variant.traced, variant.graph, options)
-        own = replace(request, graph=variant.graph, batch=batch)
-        own = own.asking(memory_budget=asked.budget_bytes)
+def _plan_like(whole: TracedWhole, options: Options, cluster: Cluster) -> Planned:
+    """The step with what can stay of the plan `options.like`, or that very plan."""
+    own = options_like(options, whole.graph, cluster)
+    if is_of_plan(options, cluster):
         try:
-            plan = None
-            if options.like is not None:
-                plan = plan_like(own)
-                own = replace(own, options=without_like(own.options, cluster))
-            if plan is None:
-                plan = plan_graph(own, cutoff=asked.cutoff)
-            variants.add(plan)
-        except InfeasiblePlanError as error:
-            variants.add(blaming_pins(error, own, cutoff=asked.cutoff))
-        except ValueError as error:  # a method must split what it cannot
-            variants.add(error)
-    assert variants.chosen is not None
-    return variants.chosen
+            same = replace(own, pins={}, plan=options.like)
+            return replace(plan_traced(whole, same), options=own)
+        except ValueError:  # it is of another step
+            pass
+    try:
+        return plan_traced(whole, own)
+    except InfeasiblePlanError as error:
+        _log.warning(
+            "%s: no plan keeps the arguments as in the plan given as `like`, so all is "
+            "planned anew: %s",
+            *(whole.graph.name, error),
+        )
+        return plan_traced(whole, replace(own, pins=options.pins))
 
 
 def plan_of_least_memory(

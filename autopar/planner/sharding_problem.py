@@ -1,10 +1,11 @@
 """The intra-operator problem as a choice graph: vertices that write and read tensors.
 
-Four kinds of vertex, each with one choice per strategy or spec:
+Five kinds of vertex, each with one choice per strategy or spec:
 
   operator  its strategies: every operand and result has a spec under each
   home      where an argument lies; for state, its next value must come back to it
   port      a tensor that enters or leaves a loop, branch or barrier, in one spec
+  result    what is returned and no state: as the program leaves it, none pending
   relay     a shared copy of a tensor that several read: resharded once, read by all
 
 An edge between the writer of a tensor (or its relay) and each reader costs the
@@ -19,34 +20,38 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.choice_graph import ChoiceGraph, TypedEdges
+from autopar.solver.choice_graph import ChoiceGraph, EdgeType, TypedEdges
 
 from ..clusters.cluster import Cluster
+from ..costs.collectives import at_size
 from ..costs.host_memory import host_seconds_per_byte
 from ..costs.resharding import Resharder
 from ..costs.scan_outputs import stack_seconds_per_byte
 from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
 from ..graph.garbage import without_garbage_collection
-from ..graph.op_graph import GraphInput, OpGraph, TensorType
+from ..graph.op_graph import GraphInput, Operator, OpGraph, TensorType
 from ..graph.pins import Pin
-from ..graph.ports import Site, ports_of
+from ..graph.ports import Read, Write, ports_of
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec
-from .axis_orders import Orders, orders_of_step
-from .equal_rows import equal_rows
-from .operator_choices import OperatorTable
+from ..sharding.spec import Spec, is_pending, replicated
+from .axis_orders import Orders, in_orders, orders_of_step, strategies_in_orders
 from .overlap import visible_fractions
-from .reshard_edges import ReshardEdges
-from .spec_choices import SpecTable
-from .spec_patterns import SpecPatterns, held_bytes
-from .strategies import operators_to_split
-from .vertex_builder import VertexBuilder
+from .spec_choices import SpecChoices, SpecTable
+from .strategies import (
+    enumerate_strategies,
+    operators_to_split,
+    strategy_seconds,
+    tensor_specs,
+)
 from .vertices import (
+    NO_SITE,
     OPERAND,
+    SITES,
     Access,
+    Accesses,
     Pattern,
     VertexColumns,
-    Writers,
+    VertexKind,
 )
 
 
@@ -56,8 +61,8 @@ class ShardingProblem:
 
     `columns` are the vertices as they were built: `vertices` may cost otherwise.
     `visible` [tensors] is the part of the seconds of moving each that a step waits for.
-    `edge_writes` and `edge_reads` [edges] are the places among the writes and reads of
-    `columns` of what each edge joins.
+    `write_of` is, by tensor, the place among the writes of what makes it; `edge_writes`
+    and `edge_reads` [edges] are the places of what each edge joins.
     """
 
     graph: OpGraph
@@ -65,11 +70,17 @@ class ShardingProblem:
     vertices: VertexColumns
     choice_graph: ChoiceGraph
     relays: Mapping[int, int]  # vertex by tensor
-    writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
+    write_of: Mapping[int, int]
     columns: VertexColumns
     visible: np.ndarray
     edge_writes: np.ndarray
     edge_reads: np.ndarray
+
+    def writer(self, tensor: int) -> tuple[int, Access]:
+        """What makes a tensor, and how; relays do not count."""
+        at, writes = self.write_of[tensor], self.columns.writes
+        choices = self.columns.choices[writes.choices[at]]
+        return int(writes.vertex[at]), Access(tensor, choices)
 
     def with_seconds(
         self, seconds: Sequence[np.ndarray], kind: np.ndarray
@@ -98,15 +109,26 @@ def build_problem(
     `pins` are those of arguments, by tensor: their homes have only the specs allowed.
     Specs `demanded` by restrictions name orders of axes to choose from, as pins do.
     """
-    orders = orders_of_step(graph, mesh, (pins or {}).values(), demanded)
+    pins = pins or {}
+    orders = orders_of_step(graph, mesh, pins.values(), demanded)
     builder = _Builder(graph, mesh, cluster, resharder, orders)
-    builder.add_homes(pins or {})
-    rows, pattern = builder.add_operators()
+    for each in graph.inputs:
+        builder.add_home(each, pins.get(each.tensor))
+    for row, op in enumerate(graph.operators()):
+        if op.kind in STRUCTURED:
+            builder.add_ports(op)
+        else:
+            builder.add_operator(row, op)
     builder.add_results()
-    return builder.connected(builder.vertices.build(rows, pattern))
+    return builder.connected()
 
 
 class _Builder:
+    """Vertices in their order; equal ones share a pattern, and patterns their arrays.
+
+    A write is (vertex, tensor, choices), a read has a site, too; see `Accesses`.
+    """
+
     def __init__(
         self,
         graph: OpGraph,
@@ -116,212 +138,307 @@ class _Builder:
         orders: Orders,
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
-        self.vertices = VertexBuilder(graph)
-        self.resharding = ReshardEdges(resharder)
-        self.visible = visible_fractions(graph, cluster)
-        specs = SpecTable(mesh.axis_sizes)
+        self.resharder, self.orders = resharder, orders
         self.must_split = operators_to_split(graph)
-        self.operators = OperatorTable(mesh, cluster, specs, self.must_split, orders)
-        given = mesh, orders, specs, self.vertices, self.resharding
-        self.patterns = SpecPatterns(*given)
+        self.alike = graph.columns.alike.tolist()
+        self.num_bytes = [kind.bytes for kind in graph.columns.types]
+        self.type_of = graph.columns.type_of.tolist()
+        self.specs = SpecTable(mesh.axis_sizes)
+        self.legal: dict[object, SpecChoices] = {}
+        self.patterns: list[Pattern] = []
+        self.accesses: list[tuple[list[int], list[int]]] = []  # choices by pattern
+        self.known: dict[object, int] = {}  # patterns
+        self.shared: dict[bytes, np.ndarray] = {}
+        self.enumerated: dict[tuple[int, bool], Pattern] = {}
+        self.choices: list[SpecChoices] = []
+        self.numbers: dict[int, int] = {}  # of choices
+        self.pattern: list[int] = []
+        self.row: list[int] = []
+        self.names: dict[int, str] = {}
+        self.writes: list[tuple[int, ...]] = []
+        self.reads: list[tuple[int, ...]] = []
+        self.by_size: dict[object, np.ndarray] = {}
 
-    def add_homes(self, pins: Mapping[int, Pin]) -> None:
-        """Where arguments lie; for state, its next value must come back to it."""
-        known, numbers = dict[object, int](), list[int]()
-        tensors, outputs = self.graph.tensors, self.graph.outputs
-        place = self.graph.columns.type_of.tolist()
-        for each in self.graph.inputs:
-            tensor, output = each.tensor, each.output
-            num_reads = 0 if output is None else int(isinstance(outputs[output], int))
-            pin = pins.get(tensor) if pins else None
-            key = place[tensor], num_reads, each.role, each.num_runs, each.memory, pin
-            number = known.get(key)
-            if number is None:
-                kind = tensors[tensor].type
-                number = known[key] = self._home(each, kind, num_reads, pin)
-            numbers.append(number)
-        self.vertices.add_homes(numbers, self.graph.inputs, outputs)
+    # Vertices.
 
-    def _home(
-        self, given: GraphInput, kind: TensorType, num_reads: int, pin: Pin | None
-    ) -> int:
-        """The pattern of the home of an argument."""
-        is_sum = given.role == "sum"
-        return self.patterns.of(
-            *("home", kind, [(kind.bytes, 0)], [0] * num_reads),
-            pending=is_sum,
-            pin=pin,
-            sum_runs=given.num_runs if num_reads and is_sum else 0,
-            seconds_per_byte=host_seconds_per_byte(given, self.cluster),
+    def add_home(self, given: GraphInput, pin: Pin | None) -> None:
+        """Where an argument lies; for state, its next value must come back to it."""
+        kind, is_sum = self.graph.tensors[given.tensor].type, given.role == "sum"
+        choices = self.legal_specs(kind, pending=is_sum, pin=pin)
+        seconds = choices.fractions * (
+            kind.bytes * host_seconds_per_byte(given, self.cluster)
         )
+        reads: list[Read] = []
+        if given.output is not None:
+            after = self.graph.outputs[given.output]
+            if isinstance(after, int):
+                reads.append((after, 0, ("output", 0, given.output)))
+                if is_sum and given.num_runs:
+                    seconds = seconds + self.owed(choices, kind) / given.num_runs
+        self.add_tensor("home", choices, [(given.tensor, 0)], reads, seconds)
 
-    def add_results(self) -> None:
-        """Outputs that are not state lie as the program leaves them, none pending."""
-        place = len(self.graph.operators())
-        tied = {i.output for i in self.graph.inputs}
-        for position, operand in enumerate(self.graph.outputs):
-            if isinstance(operand, int) and position not in tied:
-                kind = self.graph.tensors[operand].type
-                pattern = self.patterns.of("result", kind, reads=[0], pending=False)
-                site: Site = ("output", 0, position)
-                self.vertices.add(place, pattern, [], [(operand, site)])
-
-    def add_operators(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of operators with strategies, and their patterns; others' ports."""
-        columns = self.graph.columns
-        is_port = columns.where(lambda op: op.kind in STRUCTURED)
-        for row in np.flatnonzero(is_port).tolist():
-            self._add_ports(row)
-        rows = np.flatnonzero(~is_port)
-        must_split = np.isin(columns.index[rows], sorted(self.must_split))
-        examples, pattern = equal_rows(
-            columns.alike[rows], must_split, columns.block_of[rows]
-        )
-        numbers = [self._operator_pattern(row) for row in rows[examples].tolist()]
-        return rows, np.array(numbers, np.intp)[pattern]
-
-    def _operator_pattern(self, row: int) -> int:
-        """The pattern of all operators like this one, in its block."""
-        op = self.graph.operators()[row]
-        choices = self.operators.of(op)
-        weight = self.graph.blocks[op.block].weight
-        sizes = [kind.bytes for kind in op.result_types]
-        seconds = self.operators.seconds(choices, weight)
-        written = list(zip(sizes, choices.results, strict=True))
-        reads = zip(op.operands, choices.operands, strict=True)
-        return self.vertices.add_pattern(
-            Pattern(
-                "operator",
-                seconds,
-                held_bytes("operator", written, len(seconds)),
-                choices.results,
-                tuple([specs for operand, specs in reads if isinstance(operand, int)]),
-                choices.strategies,
-            )
-        )
-
-    def _add_ports(self, row: int) -> None:
-        tensors, op = self.graph.tensors, self.graph.operators()[row]
+    def add_ports(self, op: Operator) -> None:
+        """The ports of a loop, branch or barrier."""
         for port in ports_of(self.graph, op):
-            times = self.graph.blocks[op.bodies[0]].weight if port.is_stacked else 0.0
-            pattern = self.patterns.of(
-                "port",
+            choices = self.legal_specs(
                 port.type,
-                [(tensors[tensor].type.bytes, extra) for tensor, extra in port.writes],
-                [extra for _, extra, _ in port.reads],
                 pending=port.may_be_pending(self.mesh),
                 whole=port.is_whole,
                 pin=port.pin(self.mesh),
-                seconds_per_byte=times * stack_seconds_per_byte(self.cluster),
             )
-            reads = [(tensor, site) for tensor, _, site in port.reads]
-            written = [tensor for tensor, _ in port.writes]
-            self.vertices.add(row, pattern, written, reads, port.name)
-
-    def connected(self, vertices: VertexColumns) -> ShardingProblem:
-        """The problem, with relays for tensors that several read."""
-        reads, writes = vertices.reads, vertices.writes
-        num_tensors = len(self.graph.tensors)
-        access = np.full(num_tensors, -1)
-        access[writes.tensor] = np.arange(len(writes.tensor))
-        read, first, counts = np.unique(
-            reads.tensor, return_index=True, return_counts=True
-        )
-        read, counts = read[np.argsort(first)], counts[np.argsort(first)]
-        relayed = read[counts > 1]
-        pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
-        whole = self.vertices.with_relays(vertices, relayed, pattern)
-        edges, edge_writes, edge_reads = self._edges(whole, access, read, relayed)
-        relays = range(len(vertices), len(whole))
-        return ShardingProblem(
-            self.graph,
-            self.mesh,
-            whole,
-            ChoiceGraph(whole.nodes, edges),
-            dict(zip(relayed.tolist(), relays, strict=True)),
-            Writers(whole, access),
-            whole,
-            self.visible,
-            edge_writes,
-            edge_reads,
-        )
-
-    def _relay_patterns(
-        self, vertices: VertexColumns, relayed: np.ndarray, made: np.ndarray
-    ) -> np.ndarray:
-        """[relayed] patterns; `made` [tensors] are the choices that tensors have."""
-        tensors = self.graph.tensors
-        kinds = self.graph.columns.type_of[relayed]
-        examples, number = equal_rows(kinds, made[relayed])
-        patterns = [
-            self.patterns.of(
-                *("relay", tensors[tensor].type),
-                *([(tensors[tensor].type.bytes, 0)], [0]),
-                pending=vertices.choices[made[tensor]].may_be_pending,
+            times = self.graph.blocks[op.bodies[0]].weight if port.is_stacked else 0.0
+            each = port.type.bytes * stack_seconds_per_byte(self.cluster)
+            seconds = choices.fractions * (times * each)
+            self.add_tensor(
+                "port", choices, port.writes, port.reads, seconds, port.name
             )
-            for tensor in relayed[examples].tolist()
+
+    def add_results(self) -> None:
+        """Outputs that are not state."""
+        tied = {each.output for each in self.graph.inputs}
+        for position, operand in enumerate(self.graph.outputs):
+            if isinstance(operand, int) and position not in tied:
+                kind = self.graph.tensors[operand].type
+                choices = self.legal_specs(kind, pending=False)
+                read: Read = (operand, 0, ("output", 0, position))
+                self.add_tensor("result", choices, [], [read])
+
+    def add_operator(self, row: int, op: Operator) -> None:
+        """An operator with its strategies."""
+        key = self.alike[row], op.index in self.must_split, op.block
+        number = self.known.get(key)
+        if number is None:
+            number = self.known[key] = self.operator_pattern(op, key[:2])
+        vertex = len(self.pattern)
+        self.pattern.append(number)
+        self.row.append(row)
+        written, read = self.accesses[number]
+        self.writes += [
+            (vertex, t, c) for t, c in zip(op.results, written, strict=True)
         ]
-        return np.array(patterns, np.intp)[number]
+        own = iter(read)
+        for position, operand in enumerate(op.operands):
+            if isinstance(operand, int):
+                site = OPERAND, op.index, position
+                self.reads.append((vertex, operand, next(own), *site))
 
-    def _edges(
+    def operator_pattern(self, op: Operator, kind: tuple[int, bool]) -> int:
+        if kind not in self.enumerated:
+            self.enumerated[kind] = self.strategies_of(op, kind[1])
+        once = self.enumerated[kind]
+        seconds = self.sharing(once.seconds * self.graph.blocks[op.block].weight)
+        return self.add_pattern(replace(once, seconds=seconds))
+
+    def strategies_of(self, op: Operator, must_split: bool) -> Pattern:
+        """The strategies of one kind of operator, with what an execution takes."""
+        mesh, cluster = self.mesh, self.cluster
+        strategies = enumerate_strategies(op, mesh)
+        if self.orders:
+            strategies = strategies_in_orders(op, strategies, self.orders)
+        seconds = strategy_seconds(op, strategies, mesh, cluster)
+        if must_split:
+            is_split = strategies.share <= strategies.share.min() * 1.001
+            seconds = np.where(is_split, seconds, np.inf)
+        operands, results = (
+            tuple(map(self.specs.choices, specs.swapaxes(0, 1)))
+            for specs in (strategies.operand_specs, strategies.result_specs)
+        )
+        read = zip(op.operands, operands, strict=True)
+        sizes = [kind.bytes for kind in op.result_types]
+        return Pattern(
+            "operator",
+            seconds,
+            held_bytes("operator", sizes, results, len(seconds)),
+            results,
+            tuple([specs for operand, specs in read if isinstance(operand, int)]),
+            strategies,
+        )
+
+    def add_tensor(
         self,
-        vertices: VertexColumns,
-        access: np.ndarray,
-        read: np.ndarray,
-        relayed: np.ndarray,
-    ) -> tuple[TypedEdges, np.ndarray, np.ndarray]:
-        """From writers to readers, by tensor in the order of `read`.
-
-        `access` [tensors] is the place of each tensor's writer among the writes; the
-        last vertices are the relays of `relayed`. Returns, too, which write and which
-        read each edge joins.
-        """
-        writes, reads, columns = vertices.writes, vertices.reads, self.graph.columns
-        count, own = len(relayed), len(reads.tensor) - len(relayed)
-        through = access.copy()  # by a relay, where there is one
-        through[relayed] = np.arange(len(writes.tensor))[-count:] if count else -1
-        own_tensor = reads.tensor[:own]
-        tensor = np.concatenate([relayed, own_tensor])
-        is_like = self._is_like(reads.site[:own])
-        read_from = np.where(is_like, access[own_tensor], through[own_tensor])
-        write = np.concatenate([access[relayed], read_from])
-        reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
-        as_made = np.concatenate([np.zeros(count, bool), is_like])
-        rank = np.zeros(len(self.graph.tensors), np.intp)
-        rank[read] = np.arange(len(read))
-        order = 2 * rank[tensor] + (np.arange(len(tensor)) >= count)
-        first, second = writes.vertex[write], reads.vertex[reading]
-        kept = np.argsort(order, kind="stable")
-        kept = kept[first[kept] != second[kept]]  # else one spec under every choice
-        tensor, as_made = tensor[kept], as_made[kept]
-        weights, weight = np.unique(self._weights(), return_inverse=True)
-        weight = weight.reshape(-1)[tensor]
-        sources = writes.choices[write[kept]]
-        targets = reads.choices[reading[kept]]
-        examples, number = equal_rows(
-            sources, targets, columns.type_of[tensor], weight, as_made
-        )
-        types = [
-            self.resharding.edge_type(
-                vertices.choices[sources[row]],
-                vertices.choices[targets[row]],
-                self.graph.tensors[tensor[row]].type.bytes,
-                float(weights[weight[row]]),
-                as_made=bool(as_made[row]),
+        kind: VertexKind,
+        choices: SpecChoices,
+        writes: Sequence[Write],
+        reads: Sequence[Read],
+        seconds: np.ndarray | None = None,
+        name: str = "",
+    ) -> None:
+        """A vertex whose choices are specs of one tensor, in all that it reads and
+        writes; these may have leading dims more. A port has a `name` of its own."""
+        sizes = [self.num_bytes[self.type_of[tensor]] for tensor, _ in writes]
+        seconds = self.sharing(0.0 * choices.fractions if seconds is None else seconds)
+        more = tuple([e for _, e in writes]), tuple([extra for _, extra, _ in reads])
+        key = kind, id(choices), id(seconds), tuple(sizes), more
+        number = self.known.get(key)
+        if number is None:
+            written, read = (
+                tuple([self.specs.shifted(choices, extra) for extra in each])
+                for each in more
             )
-            for row in examples.tolist()
-        ]
-        edges = TypedEdges.of(types, number, first[kept], second[kept])
-        is_edge = np.array([each is not None for each in types], bool)[number]
-        return edges, write[kept][is_edge], reading[kept][is_edge]
+            held = held_bytes(kind, sizes, written, len(seconds))
+            number = self.add_pattern(Pattern(kind, seconds, held, written, read))
+            self.known[key] = number
+        vertex = len(self.pattern)
+        self.pattern.append(number)
+        self.row.append(-1)
+        if name:
+            self.names[vertex] = name
+        written, read = self.accesses[number]
+        for (tensor, _), own in zip(writes, written, strict=True):
+            self.writes.append((vertex, tensor, own))
+        for (tensor, _, site), own in zip(reads, read, strict=True):
+            kind_of_site = NO_SITE if kind == "relay" else SITES[site[0]]
+            self.reads.append((vertex, tensor, own, kind_of_site, *site[1:]))
 
-    def _is_like(self, site: np.ndarray) -> np.ndarray:
-        """[reads] which only say where another operand lies (`rules/relayout.py`)."""
-        columns = self.graph.columns
-        index = columns.index[columns.where(lambda op: op.kind == RELAYOUT_LIKE)]
-        return (site[:, 0] == OPERAND) & np.isin(site[:, 1], index) & (site[:, 2] == 1)
+    def add_pattern(self, pattern: Pattern) -> int:
+        """The number of a new pattern."""
+        self.patterns.append(pattern)
+        written, read = map(self.numbered, pattern.writes), pattern.reads
+        self.accesses.append(([*written], [*map(self.numbered, read)]))
+        return len(self.patterns) - 1
 
-    def _weights(self) -> np.ndarray:
-        """[tensors] by how much the seconds of moving each are multiplied."""
-        blocks = np.array([block.weight for block in self.graph.blocks])
-        return blocks[self.graph.columns.block_of_tensors] * self.visible
+    def numbered(self, choices: SpecChoices) -> int:
+        number = self.numbers.setdefault(id(choices), len(self.choices))
+        if number == len(self.choices):
+            self.choices.append(choices)
+        return number
+
+    def sharing(self, array: np.ndarray) -> np.ndarray:
+        """One object for equal arrays."""
+        return self.shared.setdefault(array.tobytes(), array)
+
+    def legal_specs(
+        self,
+        kind: TensorType,
+        *,
+        pending: bool,
+        whole: bool = False,
+        pin: Pin | None = None,
+    ) -> SpecChoices:
+        """The specs of a tensor: of those allowed, `whole` the replicated one alone."""
+        key = kind, pending, whole, pin
+        if key not in self.legal:
+            legal = in_orders(
+                tensor_specs(kind, self.mesh, pending=pending), self.orders
+            )
+            if whole:
+                legal = iter([replicated(self.mesh.num_axes)])
+            allowed = [spec for spec in legal if pin is None or pin.allows(spec)]
+            self.legal[key] = self.specs.choices(np.array(allowed))
+        return self.legal[key]
+
+    def owed(self, choices: SpecChoices, kind: TensorType) -> np.ndarray:
+        """[choices] the least seconds for what each owes of a sum; 0 if all owe one."""
+        complete = [spec for spec in choices.distinct if not is_pending(spec)]
+        if len(complete) in (0, len(choices.distinct)):
+            return np.zeros(len(choices.classes))
+        by_size = self.resharder.by_size(choices.distinct, complete)
+        return at_size(by_size, kind.bytes).min(axis=1)[choices.classes]
+
+    # Edges.
+
+    def connected(self) -> ShardingProblem:
+        """The problem, with relays for tensors that several read."""
+        graph = self.graph
+        write_of = {tensor: at for at, (_, tensor, _) in enumerate(self.writes)}
+        reads_of: dict[int, list[int]] = {}
+        for at, read in enumerate(self.reads):
+            reads_of.setdefault(read[1], []).append(at)
+        visible = visible_fractions(graph, self.cluster)
+        blocks = [block.weight for block in graph.blocks]
+        weights = (np.array(blocks)[graph.columns.block_of_tensors] * visible).tolist()
+        like = {op.index for op in graph.operators() if op.kind == RELAYOUT_LIKE}
+        types: list[EdgeType] = []
+        known: dict[object, int | None] = {}
+        edges: list[tuple[int, ...]] = []
+        relays: dict[int, int] = {}
+        for tensor, own in reads_of.items():
+            made = through = write_of[tensor]
+            pairs: list[tuple[int, int, bool]] = []
+            if len(own) > 1:
+                relays[tensor] = len(self.pattern)
+                pairs.append((made, len(self.reads), False))
+                through = len(self.writes)
+                self.add_relay(tensor, self.choices[self.writes[made][2]])
+            for at in own:  # or what only says where another operand lies
+                _, _, _, kind, index, position = self.reads[at]
+                is_like = kind == OPERAND and position == 1 and index in like
+                pairs.append((made if is_like else through, at, is_like))
+            size, weight = self.num_bytes[self.type_of[tensor]], weights[tensor]
+            for write, read, as_made in pairs:
+                first, second = self.writes[write], self.reads[read]
+                if first[0] == second[0]:
+                    continue  # it has one spec under every choice
+                key = first[2], second[2], size, weight, as_made
+                if key not in known:
+                    found = self.edge_type(*key)
+                    known[key] = None if found is None else len(types)
+                    types += [] if found is None else [found]
+                number = known[key]
+                if number is not None:
+                    edges.append((number, first[0], second[0], write, read))
+        number, first, second, writes, reads = (
+            np.array(edges, np.intp).reshape(-1, 5).T.copy()
+        )
+        vertices = self.columns()
+        return ShardingProblem(
+            graph,
+            self.mesh,
+            vertices,
+            ChoiceGraph(vertices.nodes, TypedEdges(types, number, first, second)),
+            relays,
+            write_of,
+            vertices,
+            visible,
+            writes,
+            reads,
+        )
+
+    def add_relay(self, tensor: int, made: SpecChoices) -> None:
+        """A shared copy of a tensor, which is made in some of the choices `made`."""
+        kind = self.graph.tensors[tensor].type
+        choices = self.legal_specs(kind, pending=made.may_be_pending)
+        read: Read = (tensor, 0, ("operand", 0, 0))
+        self.add_tensor("relay", choices, [(tensor, 0)], [read])
+
+    def edge_type(
+        self, source: int, target: int, size: int, weight: float, as_made: bool
+    ) -> EdgeType | None:
+        """Classes and costs of an edge; None where all are 0.
+
+        `as_made`: the tensor is read in the spec that it has.
+        """
+        sources, targets = self.choices[source], self.choices[target]
+        if as_made:
+            pairs = [[s == t for t in targets.distinct] for s in sources.distinct]
+            return sources.classes, targets.classes, np.where(pairs, 0.0, np.inf)
+        pair = sources.distinct, targets.distinct
+        if pair not in self.by_size:
+            self.by_size[pair] = self.resharder.by_size(*pair)
+        costs = at_size(self.by_size[pair], size) * weight
+        return (sources.classes, targets.classes, costs) if costs.any() else None
+
+    def columns(self) -> VertexColumns:
+        """All vertices."""
+        return VertexColumns(
+            self.graph,
+            tuple(self.patterns),
+            np.array(self.pattern, np.intp),
+            np.array(self.row, np.intp),
+            Accesses.of(self.writes, len(self.pattern)),
+            Accesses.of(self.reads, len(self.pattern)),
+            tuple(self.choices),
+            self.names,
+        )
+
+
+def held_bytes(
+    kind: VertexKind, sizes: Sequence[int], writes: Sequence[SpecChoices], count: int
+) -> np.ndarray:
+    """[choices] the bytes of what a vertex writes, given its tensors' bytes."""
+    held = np.zeros(count)
+    for whole, choices in zip(sizes, writes, strict=True):
+        part = whole * choices.fractions
+        # All that a port writes is one memory, inside a loop and out.
+        held = np.maximum(held, part) if kind == "port" else held + part
+    return held

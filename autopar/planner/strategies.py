@@ -14,11 +14,10 @@ from ..costs.compute import total_flops
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.work import accumulation_dtype, heavy_rows
 from ..rules.base import Factor, factors_of
-from ..rules.collective_matmul import is_legal_ring
 from ..rules.halos import has_traffic, moved_bytes
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import REPLICATED, SUM, Spec
-from .halo_costs import halo_seconds, ring_product_seconds, work_seconds
+from .halo_costs import halo_seconds, work_seconds
 
 SLICING = ("slice", "dynamic_slice", "gather")
 # Heavy operators that together hold less than this part of all heavy flops may be
@@ -49,7 +48,7 @@ class Strategies:
     @property
     def has_halos(self) -> np.ndarray:
         """[n] whether shards exchange anything while the operator runs."""
-        shared = np.array([bool(f.halos or f.rotation) for f in self.factors])
+        shared = np.array([bool(f.halos) for f in self.factors])
         return np.asarray(shared[self.factor_index].any(axis=1))
 
     def chosen(self, row: int) -> tuple[Factor, ...]:
@@ -57,14 +56,9 @@ class Strategies:
         return tuple(self.factors[i] for i in self.factor_index[row])
 
 
-def enumerate_strategies(
-    op: Operator, mesh: MeshShape, *, rotating: bool = False
-) -> Strategies:
-    """Every way to give each mesh axis a factor that divides.
-
-    With `rotating` also those in which parts go around a ring.
-    """
-    factors = factors_of(op, rotating=rotating)
+def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
+    """Every way to give each mesh axis a factor that divides."""
+    factors = factors_of(op)
     sizes = np.array(mesh.axis_sizes)
     rows = np.array(list(product(range(len(factors)), repeat=len(sizes))))
     legal = np.ones(len(rows), bool)
@@ -90,8 +84,6 @@ def enumerate_strategies(
     ):
         for position, kind in enumerate(types):
             legal &= legal_rows(kind, specs[:, position], sizes)
-    if rotating:
-        legal &= is_legal_ring(rows, factors, operand_specs, result_specs, sizes)
     rows, operand_specs = rows[legal], operand_specs[legal]
     result_specs = result_specs[legal]
     splits = np.array([factor.splits for factor in factors])
@@ -158,10 +150,6 @@ def strategy_seconds(
     else:
         known = {each: work_seconds(op, (), each, sizes, cluster) for each in set(work)}
         seconds = np.array([known[each] for each in work])
-    for row in np.flatnonzero(strategies.has_halos).tolist():
-        chosen = strategies.chosen(row)
-        products = ring_product_seconds(op, chosen, mesh.axis_sizes, cluster)
-        seconds[row] = seconds[row] if products is None else products
     return sent + seconds
 
 

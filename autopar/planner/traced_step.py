@@ -6,7 +6,7 @@ solver stops: the problem is solved again with that choice forbidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,19 +22,17 @@ from ..frontend.constant_leaves import ResultTree
 from ..frontend.nnx import has_graph_nodes
 from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import OpGraph
-from ..graph.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
+from ..graph.pins import PinsLike, keys_of_arguments, resolve_pins
 from ..graph.traced_function import TracedFunction
 from ..lowering.spmd import input_shardings, output_shardings
 from ..methods.batch_dims import flow_of_step
 from ..methods.named_methods import restrictions_of
-from ..methods.restrictions import Restriction
 from ..options import Options, pins_by_key
 from ..plans.pin_cost import PinCosts
 from ..plans.plan import MemoryShares, Prediction, ShardingPlan
 from ..plans.reasons import Alternative, PlanShardings, Reasons
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec, format_spec
+from ..sharding.spec import format_spec
 from ..state.placements import placed_pins, placement_pins
 from .budget import BudgetPlanner
 from .choice_holders import (
@@ -49,15 +47,12 @@ from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import pin_costs, unpinned
-from .plan_like import likeness_of, options_like
+from .plan_like import options_like
 from .plan_request import PlanRequest
 from .planned import Planned
-from .restrict import Limit
 from .whole_step import batch_tensors
 
 _PIN = "autopar_pin"
-_NEAR_BUDGET = 0.5  # below this part of it a budget holds nothing
-_ANY_BUDGET = 1 << 62
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,7 +108,7 @@ class TracedStep(PlanRequest):
         """The step planned with more pins, on the mesh of `plan`, within `gap`.
 
         Raises:
-          InfeasiblePlanError: no plan has these pins; names the fewest to blame.
+          InfeasiblePlanError: no plan has these pins.
           ValueError: a pin matches nothing, or cannot be.
         """
         paths = [each.path for each in self.graph.inputs]
@@ -152,27 +147,25 @@ class TracedStep(PlanRequest):
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int, program: int) -> Reasons:
         """Why a tensor, by index, is made in its spec."""
-        asked = _Asked(self, plan)
-        holders = list(asked.holders(tensor))
-        own, text = plan.tensors[tensor].spec, asked.spec_text
-
-        name = plan.tensors[tensor].name
+        rank, names = len(plan.tensors[tensor].shape), plan.mesh.axis_names
+        own, name = plan.tensors[tensor].spec, plan.tensors[tensor].name
 
         def seen(other: ShardingPlan) -> str:
             found = next(each for each in other.tensors if each.name == name)
-            return text(tensor, found.spec)
+            return format_spec(found.spec, rank, names)
 
         another = ChoicePins(
             f"another spec than {seen(plan)} for {name}",
             {tensor: lambda spec: spec != own},
             {},
         )
-        alternatives = [asked.alternative("the runner-up", seen, limits=[another])]
-        for words, lifted in holders:
-            if lifted:
+        alternatives = [self._alternative("the runner-up", plan, seen, self, another)]
+        holders = list(self._holders(plan, tensor))
+        for words, unpinned_step in holders:
+            if unpinned_step is not None:
                 title = f"without {words.split(': ')[0]}"
-                alternatives.append(asked.alternative(title, seen, **lifted))
-        alternatives += asked.without_budget(seen)
+                found = self._alternative(title, plan, seen, unpinned_step)
+                alternatives.append(found)
         return Reasons(
             tuple(words for words, _ in holders),
             tuple(alternatives),
@@ -183,8 +176,7 @@ class TracedStep(PlanRequest):
         self, plan: ShardingPlan, operator: int, program: int
     ) -> Reasons:
         """Why an operator, by position, has its factors."""
-        asked, op = _Asked(self, plan), self.graph.operators()[operator]
-        own = plan.operators[operator].factors
+        op, own = self.graph.operators()[operator], plan.operators[operator].factors
         if op.kind in STRUCTURED:
             return Reasons((OF_PORTS,), ())
 
@@ -196,14 +188,58 @@ class TracedStep(PlanRequest):
             {},
             {op.index: lambda factors: factors != own},
         )
-        found = [asked.alternative("the runner-up", seen, limits=[another])]
-        found += asked.without_budget(seen)
+        found = self._alternative("the runner-up", plan, seen, self, another)
         holders = dict.fromkeys(
             f"{words}, for {plan.tensors[tensor].name}"
             for tensor in (*tensors_of(op.operands), *op.results)
-            for words, _ in asked.holders(tensor)
+            for words, _ in self._holders(plan, tensor)
         )
-        return Reasons(tuple(holders), tuple(found))
+        return Reasons(tuple(holders), (found,))
+
+    def _alternative(
+        self,
+        title: str,
+        plan: ShardingPlan,
+        seen: Callable[[ShardingPlan], str],
+        step: TracedStep,
+        *limits: ChoicePins,
+    ) -> Alternative:
+        """`step` planned on the mesh of `plan`; `seen` reads the choice then."""
+        graph, mesh, options = step.graph, plan.mesh, step.options
+        rules = options.method, options.rules, graph, mesh, step.batch
+        pins = placement_pins(step.leaves, graph, mesh)
+        pins |= resolve_pins(options.pins, graph, mesh)
+        try:
+            planner = BudgetPlanner(
+                *(graph, mesh, step.cluster, step.batch),
+                pins=pins,
+                limits=(*restrictions_of(*rules), *limits),
+            )
+            found = planner.within(step._budget(plan), TIGHT_GAP).plan
+        except (InfeasiblePlanError, Infeasible) as error:
+            return Alternative(title, "", None, _refusal(error))
+        found = _corrected(found, plan.predicted)
+        return Alternative(title, seen(found), found)
+
+    def _holders(
+        self, plan: ShardingPlan, tensor: int
+    ) -> Iterator[tuple[str, TracedStep | None]]:
+        """What leaves a tensor no, or less, choice; the step without it, if a pin."""
+        graph, mesh, options = self.graph, plan.mesh, self.options
+        key = keys_of_arguments(options.pins, graph, "pin").get(tensor)
+        if key is not None:
+            rest = {k: spec for k, spec in options.pins.items() if k != key}
+            yield f"the pin {key!r}: {options.pins[key]}", self.asking(pins=rest)
+        elif tensor in placement_pins(self.leaves, graph, mesh):
+            yield "the place where the argument lies when the step is called", None
+        for words, op in held_by_ports(graph, mesh, tensor):
+            free = None
+            if op is not None and op.kind == _PIN:
+                free = replace(self, graph=unpinned(graph, op.source))
+            yield words, free
+        rules = options.method, options.rules, graph, mesh, self.batch
+        for name in held_by_restrictions(restrictions_of(*rules), tensor):
+            yield name, None
 
     def _budget(self, plan: ShardingPlan) -> int:
         """What a device may hold by the model, whose error on the step was seen."""
@@ -233,8 +269,7 @@ def traced_step(
     given = graph, tuple(types), tuple(batch), cluster, options
     step = TracedStep(*given, traced=planned.traced).with_placed_pins()
     if options.like is not None:
-        likeness = likeness_of(step.options, graph, cluster)
-        step = replace(step, options=options_like(step.options, likeness))
+        step = replace(step, options=options_like(step.options, graph, cluster))
     return step
 
 
@@ -252,91 +287,6 @@ def _corrected(plan: ShardingPlan, seen: Prediction) -> ShardingPlan:
         memory_correction=seen.memory_correction,
     )
     return replace(plan, predicted=predicted)
-
-
-Lifted = Mapping[str, Any]  # arguments of `alternative`
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """Questions about one plan of a step."""
-
-    step: TracedStep
-    plan: ShardingPlan
-
-    @property
-    def _restrictions(self) -> tuple[Restriction, ...]:
-        options, mesh = self.step.options, self.plan.mesh
-        rules = options.method, options.rules
-        return tuple(restrictions_of(*rules, self.step.graph, mesh, self.step.batch))
-
-    @property
-    def _placed(self) -> dict[int, Pin]:
-        return placement_pins(self.step.leaves, self.step.graph, self.plan.mesh)
-
-    def spec_text(self, tensor: int, spec: Spec) -> str:
-        """A spec as plans print it."""
-        rank = len(self.plan.tensors[tensor].shape)
-        return format_spec(spec, rank, self.plan.mesh.axis_names)
-
-    def alternative(
-        self,
-        title: str,
-        seen: Any,
-        *,
-        limits: Sequence[Limit] = (),
-        pins: Mapping[str, PartitionSpec] | None = None,
-        graph: OpGraph | None = None,
-        has_restrictions: bool = True,
-        is_placed: bool = True,
-        budget: int | None = None,
-    ) -> Alternative:
-        """The step planned with one thing changed; `seen` reads the choice then."""
-        step, mesh = self.step, self.plan.mesh
-        graph = graph or step.graph
-        pinned = resolve_pins(step.options.pins if pins is None else pins, graph, mesh)
-        own = self._restrictions if has_restrictions else ()
-        try:
-            planner = BudgetPlanner(
-                *(graph, mesh, step.cluster, step.batch),
-                pins={**(self._placed if is_placed else {}), **pinned},
-                limits=(*own, *limits),
-            )
-            allowed = step._budget(self.plan) if budget is None else budget
-            found = planner.within(allowed, TIGHT_GAP).plan
-        except (InfeasiblePlanError, Infeasible) as error:
-            return Alternative(title, "", None, _refusal(error))
-        found = _corrected(found, self.plan.predicted)
-        return Alternative(title, seen(found), found)
-
-    def without_budget(self, seen: Any) -> Iterator[Alternative]:
-        """The plan if memory were free, where the budget may have held something."""
-        budget = self.step._budget(self.plan)
-        predicted = self.plan.predicted
-        used = predicted.peak_bytes / predicted.memory_correction
-        if used < _NEAR_BUDGET * budget:
-            return
-        found = self.alternative("with unlimited memory", seen, budget=_ANY_BUDGET)
-        if found.plan is not None and found.choice != seen(self.plan):
-            yield found
-
-    def holders(self, tensor: int) -> Iterator[tuple[str, Lifted]]:
-        """What leaves a tensor no, or less, choice, and how to plan without it."""
-        graph, pins = self.step.graph, self.step.options.pins
-        key = keys_of_arguments(pins, graph, "pin").get(tensor)
-        if key is not None:
-            rest = {k: spec for k, spec in pins.items() if k != key}
-            yield f"the pin {key!r}: {pins[key]}", {"pins": rest}
-        elif tensor in self._placed:
-            words = "the place where the argument lies when the step is called"
-            yield words, {"is_placed": False}
-        for words, op in held_by_ports(graph, self.plan.mesh, tensor):
-            if op is not None and op.kind == _PIN:
-                yield words, {"graph": unpinned(graph, op.source)}
-            else:
-                yield words, {}
-        for name in held_by_restrictions(self._restrictions, tensor):
-            yield name, {"has_restrictions": False}
 
 
 def _refusal(error: Exception) -> str:

@@ -26,6 +26,7 @@ from .strategies import Strategies
 
 VertexKind = Literal["operator", "home", "port", "relay", "result"]
 NO_SITE, OPERAND, OUTPUT = 0, 1, 2
+SITES = {"operand": OPERAND, "output": OUTPUT}
 SITE_NAMES: tuple[Literal["operand", "output"], ...] = ("operand", "operand", "output")
 
 
@@ -81,6 +82,14 @@ class Accesses:
     tensor: np.ndarray
     choices: np.ndarray
     site: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]], num_vertices: int) -> Accesses:
+        """From (vertex, tensor, choices), and the site of reads, by vertex."""
+        columns = np.array(rows, np.intp).reshape(len(rows), -1)
+        start = np.searchsorted(columns[:, 0], np.arange(num_vertices + 1))
+        vertex, tensor, choices = columns[:, :3].T.copy()
+        return cls(start, vertex, tensor, choices, columns[:, 3:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +151,10 @@ class VertexColumns(MadeWhenRead[Vertex]):
 
     def _accesses(self, of: Accesses, vertex: int) -> Iterator[Access]:
         for at in range(of.start[vertex], of.start[vertex + 1]):
-            kind, place, position = of.site[at].tolist()
-            site = None if kind == NO_SITE else (SITE_NAMES[kind], place, position)
+            site = None
+            if of.site.size and of.site[at, 0] != NO_SITE:
+                kind, place, position = of.site[at].tolist()
+                site = SITE_NAMES[kind], place, position
             yield Access(int(of.tensor[at]), self.choices[of.choices[at]], site)
 
     def name(self, index: int) -> str:
@@ -187,26 +198,3 @@ class VertexColumns(MadeWhenRead[Vertex]):
 
     def __str__(self) -> str:
         return f"{len(self)} vertices of {len(self.patterns)} patterns"
-
-
-@dataclass(frozen=True, eq=False)
-class Writers(Mapping[int, tuple[int, Access]]):
-    """(vertex, access) of what makes each tensor; relays do not count."""
-
-    vertices: VertexColumns
-    access: np.ndarray  # [tensors] place among the writes, -1 for what nothing makes
-
-    def __getitem__(self, tensor: int) -> tuple[int, Access]:
-        at = int(self.access[tensor]) if 0 <= tensor < len(self.access) else -1
-        if at < 0:
-            raise KeyError(tensor)
-        writes = self.vertices.writes
-        choices = self.vertices.choices[writes.choices[at]]
-        return int(writes.vertex[at]), Access(tensor, choices)
-
-    def __iter__(self) -> Iterator[int]:
-        written = np.flatnonzero(self.access >= 0)
-        return iter(written[np.argsort(self.access[written])].tolist())
-
-    def __len__(self) -> int:
-        return int((self.access >= 0).sum())

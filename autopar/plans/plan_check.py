@@ -120,7 +120,7 @@ def _factor_contradictions(
     op: Operator, chosen: OperatorPlan, sizes: Sequence[int]
 ) -> Iterator[str]:
     """Factors that the operator does not have, or specs that are not theirs."""
-    by_name = {factor.name: factor for factor in factors_of(op, rotating=True)}
+    by_name = {factor.name: factor for factor in factors_of(op)}
     unknown = [name for name in chosen.factors if name not in by_name]
     if unknown or len(chosen.factors) != len(sizes):
         yield (

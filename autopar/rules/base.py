@@ -46,22 +46,6 @@ class Halo:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """What goes around a ring of devices in parts, which a factor splits along `dim`.
-
-    It is the operand at position `operand`, or a sum that ends as the result if None.
-    `operand_dims` are those along which an operand holds all parts and is cut to one a
-    step, REPLICATED where it is not cut; `result_dim` that along which the result is
-    put together; if it is none, products are added.
-    """
-
-    operand: int | None
-    dim: int
-    operand_dims: tuple[State, ...]
-    result_dim: State
-
-
-@dataclass(frozen=True)
 class Factor:
     """States of operands and results along one mesh axis.
 
@@ -71,7 +55,6 @@ class Factor:
     `is_positional`: the local work depends on which part of the dim a shard holds (an
     index is shifted by its offset), so the parts must be contiguous.
     `halos`: what shards exchange with their neighbours (`halos.py`).
-    `rotation`: what goes around in parts (`collective_matmul.py`).
     `excludes`: the name of a factor that no other axis may have at once.
     """
 
@@ -82,7 +65,6 @@ class Factor:
     splits: bool = True
     is_positional: bool = False
     halos: tuple[Halo, ...] = ()
-    rotation: Rotation | None = None
     excludes: str = ""
 
     def admits(self, num_parts: int) -> bool:
@@ -203,13 +185,12 @@ class Rule:
     """Factors of an operator, and how it runs on local shards.
 
     `may_repeat`: every device may compute the whole of it, which is right for all but
-    what has side effects. `rotating`: more factors, in which parts go around a ring.
+    what has side effects.
     """
 
     factors: Factors
     bind: Bind = bind_unchanged
     may_repeat: bool = True
-    rotating: Factors = stay_whole
 
 
 _RULES: dict[str, Rule] = {}
@@ -222,14 +203,13 @@ def register(
     *kinds: str,
     bind: Bind = bind_unchanged,
     may_repeat: bool = True,
-    rotating: Factors = stay_whole,
 ) -> Callable[[Factors], Factors]:
     """Make the decorated function the factors of the primitives named `kinds`."""
 
     def decorate(factors: Factors) -> Factors:
         for kind in kinds:
             assert kind not in _RULES, f"two rules for {kind}"
-            _RULES[kind] = Rule(factors, bind, may_repeat, rotating)
+            _RULES[kind] = Rule(factors, bind, may_repeat)
         return factors
 
     return decorate
@@ -272,22 +252,17 @@ def registered_rules() -> Mapping[str, Rule]:
     return MappingProxyType(_RULES)
 
 
-def factors_of(
-    op: Operator, *, rotating: bool = False, counting: bool = False
-) -> tuple[Factor, ...]:
+def factors_of(op: Operator, *, counting: bool = False) -> tuple[Factor, ...]:
     """All legal factors of an operator, REPLICATE first if it may be repeated.
 
     Factors of size 1 are left out, as are those that would need a literal operand to be
-    anything but whole, or would split a PRNG key; so are those in which parts go around
-    a ring, unless asked for (`rotating`), and those in which sums of integers stay
-    pending (`counting`).
+    anything but whole, or would split a PRNG key; so are those in which sums of
+    integers stay pending, unless asked for (`counting`).
     """
     rule = rule_of(op)
     found = [replicate(op)] if rule is None or rule.may_repeat else []
     seen = {(factor.operands, factor.results) for factor in found}
     offered = list(rule.factors(op)) if rule is not None else []
-    if rule is not None and rotating:
-        offered += rule.rotating(op)
     for factor in offered:
         assert len(factor.operands) == len(op.operands), (op.kind, factor)
         assert len(factor.results) == len(op.results), (op.kind, factor)

@@ -8,15 +8,9 @@ from typing import Any
 from ..graph.op_graph import Operator
 from ..sharding.spec import REPLICATED, SUM, State
 from .base import Factor, linear, register
-from .collective_matmul import bind_product, rotating_factors
 
 
-def products_of_parts(op: Operator) -> list[Factor]:
-    """The factors of a product in which parts go around a ring."""
-    return rotating_factors([factor for factor in dot_general(op) if factor.splits])
-
-
-@register("dot_general", bind=bind_product, rotating=products_of_parts)
+@register("dot_general")
 def dot_general(op: Operator) -> list[Factor]:
     return product_factors(op, op.params["dimension_numbers"])
 

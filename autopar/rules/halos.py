@@ -167,7 +167,7 @@ def factors_with_halos(op: Operator, names: Sequence[str]) -> tuple[Factor, ...]
     """The factors of an operator by name, or none if no shard exchanges anything."""
     if not has_traffic(op) and not _any_has_halos(tuple(names)):
         return ()
-    by_name = {factor.name: factor for factor in factors_of(op, rotating=True)}
+    by_name = {factor.name: factor for factor in factors_of(op)}
     return tuple(by_name[name] for name in names)
 
 

@@ -191,7 +191,7 @@ class Plan:
             of pipelines. A plan that has the pins already is returned as it is.
 
         Raises:
-          InfeasiblePlanError: no plan has these pins; names the fewest to blame.
+          InfeasiblePlanError: no plan has these pins.
           ValueError: a pin matches nothing or cannot be, or the plan was loaded.
         """
         if not gap >= 0:

@@ -85,7 +85,7 @@ def _pairs(problem: ShardingProblem) -> Iterator[tuple[int, int]]:
             if vertex.kind != "relay":
                 readers.setdefault(access.tensor, []).append(index)
     for tensor, each in readers.items():
-        writer, access = problem.writers[tensor]
+        writer, access = problem.writer(tensor)
         assert access.tensor == tensor
         assert len(each) == 1 or tensor in problem.relays
         source = problem.relays.get(tensor, writer)

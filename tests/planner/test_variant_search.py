@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.clusters.cluster import Cluster
-from autopar.errors import InfeasiblePlanError
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.option_values import NO_BUDGET
 from autopar.options import check_options, resolve_options
+from autopar.planner import variant_search
 from autopar.planner.graph_plan import plan_graph
 from autopar.planner.plan_request import PlanRequest
 from autopar.planner.step_variants import StepVariants
-from autopar.planner.variant_search import Chosen, VariantSearch
+from autopar.planner.variant_search import Chosen, best_variant
 from autopar.planner.whole_step import roles_of
 from autopar.plans.plan import ShardingPlan
 from tests.planner.deep_step import step
@@ -41,7 +41,6 @@ class Searched:
         self.cluster = Cluster.preset("1x8xH100")
         checked = check_options(mesh="x:8", cluster=self.cluster, remat="auto")
         self.options = resolve_options(step, checked)
-        self.free: dict[int, ShardingPlan] = {}
         self.cutoffs: list[float] = []
 
     def request(self, graph: OpGraph, budget_bytes: int) -> PlanRequest:
@@ -50,25 +49,16 @@ class Searched:
         return PlanRequest(graph, leaves, self.batch, self.cluster, options)
 
     def chosen(self, budget_bytes: int, *, cuts: bool) -> Chosen:
-        search = VariantSearch([self.variants], "auto", None, budget_bytes)
+        def planned(request: PlanRequest, cutoff: float = inf) -> ShardingPlan:
+            if request.options.memory_budget != NO_BUDGET:
+                self.cutoffs.append(cutoff)
+            return plan_graph(request, cutoff=cutoff if cuts else inf)
+
         self.cutoffs = []
-        for asked in search:
-            graph, is_free = asked.variant.graph, asked.budget_bytes == NO_BUDGET
-            if not is_free:
-                self.cutoffs.append(asked.cutoff)
-            plan = self.free.get(id(graph)) if is_free else None
-            request = self.request(graph, asked.budget_bytes)
-            cutoff = asked.cutoff if cuts else inf
-            try:
-                plan = plan or plan_graph(request, cutoff=cutoff)
-            except InfeasiblePlanError as error:
-                search.add(error)
-                continue
-            if is_free:
-                self.free[id(graph)] = plan
-            search.add(plan)
-        assert search.chosen is not None
-        return search.chosen
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(variant_search, "plan_graph", planned)
+            request = self.request(self.graph, budget_bytes)
+            return best_variant([self.variants], request)
 
 
 @pytest.mark.slow

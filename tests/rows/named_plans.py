@@ -67,7 +67,7 @@ def plan_within(case: Case, mesh: MeshLike, state_bytes: int) -> Plan:
     """The cheapest plan whose state takes at most `state_bytes` on each device."""
     problem = problem_of(case, mesh)
     inputs = [i for i in problem.graph.inputs if i.role == "state"]
-    homes = tuple(problem.writers[i.tensor][0] for i in inputs)
+    homes = tuple(problem.writer(i.tensor)[0] for i in inputs)
     graph = replace(problem.choice_graph, live_sets=(homes,), budget=state_bytes)
     return _solved(replace(problem, choice_graph=graph))
 

@@ -67,7 +67,6 @@ def check_every_strategy(
     mesh: MeshShape = MESH_2X2X2,
     kinds: Collection[str] | None = None,
     max_strategies: int = 48,
-    rings: bool = False,
 ) -> dict[str, set[str]]:
     """Runs every strategy of the primitives in `function(*args)`, and compares.
 
@@ -78,7 +77,6 @@ def check_every_strategy(
       kinds: names of the primitives to check; all that have a rule if None. A kind that
         is named must occur.
       max_strategies: per operator; above it a seeded sample that holds every factor.
-      rings: only the strategies in which parts go around a ring.
 
     Returns:
       The names of the factors that some checked strategy used, by primitive.
@@ -93,7 +91,7 @@ def check_every_strategy(
         if rule_of(op) is None if kinds is None else op.kind not in kinds:
             continue
         assert rule_of(op) is not None, f"{op.kind} has no rule"
-        for strategy in strategies_of(op, mesh, max_strategies, rings=rings):
+        for strategy in strategies_of(op, mesh, max_strategies):
             cases.append((evaluated, strategy))
             names = (factor.name for factor in strategy.factors)
             reached.setdefault(op.kind, set()).update(names)
@@ -125,17 +123,13 @@ def factor_sizes(op: Operator) -> dict[str, int]:
     return {f.name: f.size for f in factors_of(op)[1:]}
 
 
-def strategies_of(
-    op: Operator, mesh: MeshShape, limit: int, *, rings: bool = False
-) -> list[Strategy]:
+def strategies_of(op: Operator, mesh: MeshShape, limit: int) -> list[Strategy]:
     """The legal strategies; above `limit`, a seeded sample that holds every factor."""
-    factors = factors_of(op, rotating=rings)
+    factors = factors_of(op)
     legal = [
         strategy
         for choice in itertools.product(factors, repeat=mesh.num_axes)
         if _is_legal(op, strategy := Strategy(choice), mesh)
-        and _num_rings(strategy) == int(rings)
-        and not (rings and _shares_ring(strategy))
     ]
     if len(legal) <= limit:
         return legal
@@ -161,19 +155,6 @@ def _is_legal(op: Operator, strategy: Strategy, mesh: MeshShape) -> bool:
         is_legal(kind.shape, spec, mesh.axis_sizes)
         for kind, spec in zip(types, specs, strict=True)
     )
-
-
-def _num_rings(strategy: Strategy) -> int:
-    return sum(factor.rotation is not None for factor in strategy.factors)
-
-
-def _shares_ring(strategy: Strategy) -> bool:
-    """Whether another axis splits the dim whose parts go around."""
-    (turn,) = filter(None, (factor.rotation for factor in strategy.factors))
-    spec = strategy.result_specs()[0]
-    if turn.operand is not None:
-        spec = strategy.operand_specs()[turn.operand]
-    return spec.count(turn.dim) > 1
 
 
 def evaluate(function: Callable[..., Any], *args: Any) -> list[Evaluated]:
