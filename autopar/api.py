@@ -274,7 +274,7 @@ class ParallelFunction(Generic[_P, _R]):
         self, init_fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any
     ) -> PlacedInit:
         init = trace_init(init_fn, args, kwargs)
-        step = step_call(init, batch, self._fun, self._static, self._only_arrays)
+        step = step_call(init, batch, self._fun)
         with noting_state(init), self._open(*step) as call, self._lock:
             step = self._step(call)
             planned = step.planned

@@ -67,23 +67,12 @@ def solve(
         search.raise_bound(found.bound)
         search.offer(found.choices)
         search.finish_phase("ilp", graph)
-    if clock.is_late and not search.is_closed and graph.budget is None:
-        _log.warning(
-            "The solver's time of %g s was up before its work was done: the plan has a "
-            "gap of %.2f%% and depends on the machine; give it more time.",
-            *(time_limit_seconds, 100 * search.result().gap),
-        )
-    elif not search.is_closed and graph.budget is None and search.seconds_left <= 0:
+    if not search.is_closed and search.seconds_left <= 0:
         _log.warning(
             "The solver's %g s of work were spent before its work was done: the plan "
-            "has a gap of %.2f%%; raise `work_limit`, or leave less to choose.",
+            "has a gap of %.2f%%%s; raise `work_limit`, or leave less to choose.",
             *(work_limit, 100 * search.result().gap),
-        )
-    elif not search.is_closed and search.seconds_left <= 0:
-        _log.warning(
-            "The search for a plan within its budget ended at its limit of work: the "
-            "plan has a gap of %.2f%%%s.",
-            *(100 * search.result().gap, " and depends on the machine" * clock.is_late),
+            " and depends on the machine" * clock.is_late,
         )
     return _noted(search.result(), graph)
 

@@ -44,19 +44,17 @@ def test_second_derivatives_are_refused_with_what_is_torn():
         return sgd(params, grads), value
 
     args = weights(2, 1), random(7, 16, 2)
-    torn = r"reads .* \(stage 0\) and .* \(stage 1\).*autopar\.ShardParallel\(\)"
+    torn = r"reads .* of stages \[.*autopar\.ShardParallel\(\)"
     with pytest.raises(NotImplementedError, match=torn) as error:
         parallelize(step, method=PipelineParallel(2, 4)).plan(*args)
-    assert "num_stages" not in str(error.value)  # no fewer than 2 stages
     assert __file__ in str(error.value)  # the line of the operator
     three = PipelineParallel(3, 4, stage_meshes=["x:2"] * 3)
-    with pytest.raises(NotImplementedError, match="3 stages") as error:
+    with pytest.raises(NotImplementedError, match="3 stages"):
         parallelize(step, method=three).plan(*args)
-    assert "num_stages" not in str(error.value)  # 2 stages are refused, too
     assert parallelize(step, method=ShardParallel()).plan(*args).sharding
 
 
-def test_fewer_stages_are_named_where_they_can_be_cut():
+def test_fewer_stages_are_the_remedy_where_they_can_be_cut():
     """Only the head is differentiated twice: it must be on one stage."""
 
     def step(params: Any, x: jax.Array) -> Any:
@@ -74,7 +72,7 @@ def test_fewer_stages_are_named_where_they_can_be_cut():
     params = [random(9, 256, 16, scale=0.1), *head]
     args = params, random(7, 16, 256)
     three = PipelineParallel(3, 4, stage_meshes=["x:2"] * 3)
-    with pytest.raises(NotImplementedError, match=r"use num_stages=2, into which"):
+    with pytest.raises(NotImplementedError, match=r"use fewer stages"):
         parallelize(step, method=three).plan(*args)
     run_pipeline_as_planned(parallelize(step, method=PipelineParallel(2, 4)), *args)
 

@@ -59,13 +59,12 @@ def assert_close(got: Any, expected: Any) -> None:
     [
         (
             P("a", "b"),
-            r"pin 'params\[3\]' of params\[3\] is P\('a', 'b'\), which "
-            r"names 'a' of stage 0 and 'b' of stage 1, and params\[3\] is on stage 1, "
-            r"whose mesh is b:4; name axes of that mesh, or move .*stage_products",
+            r"pin .* of params\[3\] is P\('a', 'b'\), and params\[3\] is "
+            r"on stage 1, whose mesh is b:4; name axes of that mesh, .*_products",
         ),
-        (P(("a", "b")), "names 'a' of stage 0 and 'b' of stage 1"),
-        (P(None, "a"), "names 'a' of stage 0, and .* is on stage 1"),
-        (P("c"), "names 'c' of none, and .* is on stage 1"),
+        (P(("a", "b")), "is on stage 1, whose mesh is b:4"),
+        (P(None, "a"), "is on stage 1, whose mesh is b:4"),
+        (P("c"), "is on stage 1, whose mesh is b:4"),
     ],
 )
 def test_a_pin_that_puts_a_leaf_on_other_stages_is_refused(
@@ -130,14 +129,14 @@ def test_a_stacked_leaf_stays_in_the_pieces_that_a_step_returned() -> None:
     [
         (
             (0, 8),
-            r"params\[3\] is on stage 1, .* lies on x:8 on devices of stages 0, 1",
+            r"params\[3\] is on stage 1, .* lies on x:8 of devices \[0, 1, ",
         ),
         (
             (0, 4),
-            r"is on stage 1, whose mesh is x:4, and .* x:4 on devices of stages 0",
+            r"is on stage 1, whose mesh is x:4, and .* x:4 of devices \[0, 1, 2, 3\]",
         ),
-        ((2, 6), "x:4 on devices of stages 0, 1; leave the pin out"),
-        ((4, 6), "lies on x:2 on devices of stages 1"),
+        ((2, 6), r"x:4 of devices \[2, 3, 4, 5\]; leave the pin out"),
+        ((4, 6), r"lies on x:2 of devices \[4, 5\]"),
     ],
 )
 def test_what_lies_on_other_devices_cannot_stay(

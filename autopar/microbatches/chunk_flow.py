@@ -48,10 +48,9 @@ class ChunkFlow:
     """Cuts of the tensors of the outermost block, found by walks until none changes.
 
     `lengths` are those of the scans over layers, by operator; `fixed` are inputs that
-    stay whole: those of an initialiser, or of a step (`is_step`) the batch, and then
-    `examples` are what the forward pass makes of it. A reader that needs a value in
-    chunks asks whoever makes it, back to the inputs, so that a parameter, its cast and
-    its moments are cut alike.
+    stay whole: the batch, and `examples` are what the forward pass makes of it. A
+    reader that needs a value in chunks asks whoever makes it, back to the inputs, so
+    that a parameter, its cast and its moments are cut alike.
     """
 
     graph: OpGraph
@@ -62,12 +61,11 @@ class ChunkFlow:
     operator_lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wanted: dict[int, Cut] = field(default_factory=dict)  # by tensor
     scans: list[Operator] = field(default_factory=list[Operator])  # as visited
-    is_step: bool = True
 
     def __post_init__(self) -> None:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
-        self.examples = set(self.fixed) if self.is_step else set[int]()
+        self.examples = set(self.fixed)
         for op in Phases.of(self.graph.blocks[0]).forward:
             if self.reads_examples(op):
                 self.examples.update(op.results)

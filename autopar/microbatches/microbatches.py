@@ -177,18 +177,15 @@ def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -
 
 
 def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
-    size, several = gcd(*sizes.values()), sorted({*sizes.values()})
-    names = [
-        name + f" ({own} examples)" * (len(several) > 1) for name, own in sizes.items()
-    ]
+    size = gcd(*sizes.values())
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = sorted(divisors, key=lambda n: (abs(n - num_microbatches), n))[:2]
+    names = ", ".join(f"{name} ({own} examples)" for name, own in sizes.items())
     return (
-        f"`num_microbatches` must divide the batch size{'s' * (len(several) > 1)} "
-        f"{' and '.join(map(str, several))}, but got "
+        f"`num_microbatches` must divide the batch size "
+        f"{' and '.join(map(str, sorted({*sizes.values()})))}, but got "
         f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}. The "
-        f"batch is {shorten(', '.join(names), 100)}; if it is another, say so with "
-        f"batch_argnums."
+        f"batch is {shorten(names, 100)}; if it is another, say so with batch_argnums."
     )
 
 
@@ -208,17 +205,10 @@ def _coupling(flow: Flow, reader: Operator, tensor: int, batch: Sequence[int]) -
             f"the result of {found} takes the whole batch and flows back into work on "
             f"examples ({reader.name!r})"
         )
-    whole = "leave num_microbatches at 1"
-    if flow.sums_stay_apart:  # a pipeline cuts the batch even into one part
-        whole = (
-            "use autopar.ShardParallel(), or one microbatch with "
-            'microbatch_semantics="independent"'
-        )
     return (
         f"A step is cut into microbatches only if that changes no value, but {seen}. "
-        f"To keep these values, {whole}. With several microbatches, "
-        f'microbatch_semantics="independent" makes each a batch of its own: statistics '
-        f"are those of its examples, a contrastive loss has only its negatives. What "
-        f"was cut is {shorten(names, 100)}; if the batch is another, say so with "
-        f"batch_argnums."
+        f"To keep these values, use autopar.ShardParallel() with num_microbatches=1; "
+        f'with microbatch_semantics="independent" each microbatch is a batch of its '
+        f"own, with its own statistics and negatives. What was cut is "
+        f"{shorten(names, 100)}; if the batch is another, say so with batch_argnums."
     )

@@ -8,7 +8,6 @@ and the step is cut for each number.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -63,7 +62,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Work:
-    """Operators that are alike: what one of them does, and how often it runs."""
+    """What an operator does, and how often it runs."""
 
     kind: str
     flops: float
@@ -72,22 +71,21 @@ class Work:
     times: float
 
     def seconds(self, share: float, cluster: Cluster) -> float:
-        """If a device does a share of each, and nothing is sent."""
+        """If a device does a share of it, and nothing is sent."""
         one = self.kind, self.flops * share, self.bytes * share, self.dtype
         return self.times * operator_seconds(*one, cluster)
 
 
-def summed_work(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
+def work_of(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
     """The work of operators without bodies, with how often each runs."""
-    times: Counter[tuple[str, float, float, Any]] = Counter()
-    for op, number in operators:
+    found: list[Work] = []
+    for op, times in operators:
         read = op.operand_types[op.kind in SLICING :]
-        num_bytes = sum(kind.bytes for kind in (*read, *op.result_types))
+        num_bytes = float(sum(kind.bytes for kind in (*read, *op.result_types)))
         dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
         dtype = dtypes[0] if dtypes else "float32"
-        key = op.kind, total_flops(op), float(num_bytes), dtype
-        times[key] = times[key] + number  # type: ignore[assignment]
-    return [Work(*key, number) for key, number in times.items()]
+        found.append(Work(op.kind, total_flops(op), num_bytes, dtype, times))
+    return found
 
 
 def reduced_sums(
@@ -269,11 +267,11 @@ class LayerSample:
             factor = None if self.split is None else self.split.factor.get(op.index)
             is_cut = factor is not None and factor.splits
             (of_part if is_cut else of_all).append((op, times))
-        return summed_work(of_all), summed_work(of_part)
+        return work_of(of_all), work_of(of_part)
 
     @cached_property
     def _update(self) -> list[Work]:
-        return summed_work((op, 1.0) for op in self.update if not op.bodies)
+        return work_of((op, 1.0) for op in self.update if not op.bodies)
 
     @cached_property
     def _all_state(self) -> dict[str, float]:

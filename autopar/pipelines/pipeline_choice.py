@@ -39,7 +39,7 @@ from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .placed_operators import plan_placement
 from .program_plans import ProgramPlanner
 from .stage_cut import forward_order
-from .stage_search import StageSearch, StageSearcher, infeasible_stage
+from .stage_search import StageSearcher, infeasible_stage
 
 MOST_OPERATORS = 40_000
 """How many operators of a step Auto searches stages for.
@@ -144,39 +144,52 @@ def _planned(
 def _searched(
     call: Call, method: PipelineParallel, options: Options, price: Price
 ) -> PlannedPipeline:
-    """The fastest pipeline within memory, with what "auto" leaves to us if need be.
+    """The fastest pipeline within memory, with what "auto" leaves to us if need be."""
 
-    What makes nothing again and keeps all state on devices is taken if it fits: all
-    others do more work. If not, the fastest of the levels of `remat`; and only then the
-    host keeps the optimizer's state.
-    """
-    levels: Sequence[str | None] = [options.remat]
-    if options.remat == "auto":
-        levels = [None, *LEVELS]
-    moves: Sequence[Offload | None] = [options.offload]
-    if options.offload == "auto":
-        moves = [None, "optimizer_state"]
-    found: list[StageSearch] = []
-    errors: list[InfeasiblePlanError] = []
-    for offload in moves:
-        for level in levels:
-            chosen = replace(options, remat=level, offload=offload)
-            try:
-                each = StageSearcher(call, method, chosen).run(price)
-            except InfeasiblePlanError as error:
-                errors.append(error)
-                continue
-            assert each is not None, "an unlimited search finds one or says why not"
-            found.append(each)
-            if level is None:
-                break
-        if found:
-            break
-    if not found:
-        raise min(errors, key=lambda each: each.least_budget_bytes or inf)
-    best = min(found, key=lambda each: each.plan.predicted.step_seconds).planned
+    def find(chosen: Options) -> _StagedCandidate:
+        found = StageSearcher(call, method, chosen).run(price)
+        assert found is not None, "an unlimited search finds one or says why not"
+        return _StagedCandidate(found.planned, found.plan)
+
+    found = _of_auto(options, find)
+    best = min(found, key=lambda each: each.predicted.step_seconds).planned
     bounds = [each.planned.bound_seconds for each in found]
     return replace(best, bound_seconds=min(bounds))
+
+
+def _of_auto(
+    options: Options, find: Callable[[Options], _StagedCandidate]
+) -> list[_StagedCandidate]:
+    """The pipelines that fit, with values for `remat` and `offload` where "auto".
+
+    What makes nothing again and keeps all state on devices is taken if it fits: all
+    others do more work. If not, the levels of `remat`; and only then the host keeps the
+    optimizer's state.
+
+    Raises:
+      InfeasiblePlanError: none fits; it is that of the least memory.
+    """
+    levels = [None, *LEVELS] if options.remat == "auto" else [options.remat]
+    hosts: list[Offload | None] = [options.offload]
+    if options.offload == "auto":
+        hosts = [None, "optimizer_state"]
+    errors: list[InfeasiblePlanError] = []
+    for host in hosts:
+        found: list[_StagedCandidate] = []
+        for level in levels:
+            try:
+                found.append(find(replace(options, remat=level, offload=host)))
+            except InfeasiblePlanError as error:
+                errors.append(error)
+            except ValueError:
+                if not errors or host == hosts[0]:
+                    raise
+                break  # there is no such state
+            if found and level is None:
+                break
+        if found:
+            return found
+    raise min(errors, key=lambda each: each.least_budget_bytes or inf)
 
 
 def plan_call(
@@ -296,8 +309,7 @@ def fitting_pipeline(
     """The pipeline that `method` asks for, whose stages fit into the budget.
 
     If they do not, they are planned again with state in as many parts as a stage has
-    devices; with `offload="auto"`, with what only the update reads in the host's memory
-    as well; and with `remat="auto"`, on each of its levels. The fastest is taken.
+    devices, and with what "auto" leaves to us.
 
     Raises:
       InfeasiblePlanError: a stage does not fit; names it and what takes its memory.
@@ -307,35 +319,20 @@ def fitting_pipeline(
         return plan_pipeline(*call, method, options)
     budget_bytes = options.budget_on(options.cluster or Cluster.local())
     planner, whole = ProgramPlanner(), trace(*call)
-    every = range(method.num_stages or 2)
-    offload = None if options.offload == "auto" else options.offload
-    hosts: list[Offload | None] = [offload]
-    if options.offload == "auto":
-        hosts.append("optimizer_state")
-    moves = [(is_split, host) for host in hosts for is_split in (False, True)]
-    tries: list[_StagedCandidate] = []
-    for level in [None, *LEVELS] if options.remat == "auto" else [options.remat]:
-        for number, (is_split, host) in enumerate(moves):
-            chosen = replace(options, remat=level, offload=host)
-            split = every if is_split else ()
+
+    def find(chosen: Options) -> _StagedCandidate:
+        tries: list[_StagedCandidate] = []
+        for split in ((), range(method.num_stages or 2)):
             asked = *call, method, chosen
-            try:
-                found = plan_pipeline(*asked, whole=whole, split=split, planner=planner)
-            except ValueError:
-                if host == offload:
-                    raise
-                continue  # there is no such state
+            found = plan_pipeline(*asked, whole=whole, split=split, planner=planner)
             tries.append(_StagedCandidate(found, price(found)))
-            fits = tries[-1].predicted.peak_bytes <= budget_bytes
-            if fits and number == 0:
-                if level is None:
-                    return found  # all others do more work
-                break
-    fitting = [each for each in tries if each.predicted.peak_bytes <= budget_bytes]
-    if fitting:
-        return min(fitting, key=lambda each: each.predicted.step_seconds).planned
-    least = min(tries, key=lambda each: each.predicted.peak_bytes)
-    raise infeasible_stage(least.planned, least.stages, budget_bytes)
+            if tries[-1].predicted.peak_bytes <= budget_bytes:
+                return tries[-1]
+        least = min(tries, key=lambda each: each.predicted.peak_bytes)
+        raise infeasible_stage(least.planned, least.stages, budget_bytes)
+
+    found = _of_auto(options, find)
+    return min(found, key=lambda each: each.predicted.step_seconds).planned
 
 
 def pipeline_like(

@@ -25,11 +25,10 @@ up to the plan, so a guess has all of it in t, and no sums in the update.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property
 from math import inf
-from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -42,24 +41,7 @@ from .layers import Layers
 _ROUNDING = 1e-9  # of equal submeshes, the one that was planned
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _Choice = tuple[tuple[LayerCost, ...], StageChoice]  # costs by kind
-
-
-def _kept(method: _Method, store: str = "guesses") -> _Method:
-    """A method whose results are kept, until another layer is planned if guesses."""
-
-    def kept(self: SpanCosts, *args: Any) -> Any:
-        known = getattr(self, store)
-        key = (method.__name__, *args)
-        if key not in known:
-            known[key] = method(self, *args)
-        return known[key]
-
-    return cast("_Method", wraps(method)(kept))
-
-
-_kept_for_good = partial(_kept, store="fixed")
 
 
 @dataclass
@@ -75,8 +57,10 @@ class SpanCosts:
     known: dict[tuple[Submesh, int, int], LayerCost] = field(default_factory=dict)
     choices: dict[tuple[Submesh, int], _Choice] = field(default_factory=dict)
     refused: list[ValueError] = field(default_factory=list)
-    fixed: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    guesses: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    ideals: dict[tuple[Submesh, int, int], LayerCost] = field(default_factory=dict)
+    by_kind: dict[tuple[Submesh, int], tuple[LayerCost, ...]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def main_kind(self) -> int:
@@ -101,28 +85,29 @@ class SpanCosts:
             self.refused.append(error)
             cost = replace(self.ideal(submesh, number, kind), seconds=inf)
         self.known[submesh, number, kind] = cost
-        self.guesses.clear()
+        self.by_kind.clear()
 
     def cost(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer, planned or not, in one of `number` microbatches."""
         return self._by_kind(submesh, number)[kind]
 
-    @_kept
     def _by_kind(self, submesh: Submesh, number: int) -> tuple[LayerCost, ...]:
         """Costs of a layer of each kind."""
-        return tuple(
-            self.known.get((submesh, number, kind))
-            or self._guessed(submesh, number, kind)
-            for kind in range(max(self.layers.kinds) + 1)
-        )
+        key = submesh, number
+        if key not in self.by_kind:
+            over = self._overhead(*key)
+            self.by_kind[key] = tuple(
+                self.known.get((*key, kind)) or self._guessed(*key, kind, over)
+                for kind in range(max(self.layers.kinds) + 1)
+            )
+        return self.by_kind[key]
 
-    def _guessed(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
+    def _guessed(
+        self, submesh: Submesh, number: int, kind: int, over: LayerCost
+    ) -> LayerCost:
         ideal = self.ideal(submesh, number, kind)
-        main = self.ideal(submesh, number, self.main_kind).seconds
-        over = self.overhead(submesh, number)
-        excess = self.excess(submesh, number) / main
         return LayerCost(
-            ideal.seconds * (1 + excess) * (1 + _ROUNDING),
+            ideal.seconds * over.seconds * (1 + _ROUNDING),
             ideal.once_seconds,
             ideal.state_bytes * over.state_bytes,
             ideal.gradient_bytes * over.gradient_bytes,
@@ -130,75 +115,57 @@ class SpanCosts:
             over.working_bytes,
         )
 
-    @_kept_for_good
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer that is shared out evenly."""
-        sample, cluster = self.samples.of(number)[kind], submesh.cluster(self.cluster)
-        return sample.ideal(submesh.mesh.size, number, cluster)
+        key = submesh, number, kind
+        if key not in self.ideals:
+            sample = self.samples.of(number)[kind]
+            cluster = submesh.cluster(self.cluster)
+            self.ideals[key] = sample.ideal(submesh.mesh.size, number, cluster)
+        return self.ideals[key]
 
-    @_kept
-    def excess(self, submesh: Submesh, number: int) -> float:
-        """Seconds of a microbatch that a layer takes beyond the ideal at the least.
+    def _overhead(self, submesh: Submesh, number: int) -> LayerCost:
+        """Factors over the ideal, but for working bytes, which are bytes.
 
-        With its part of the sums that the update adds up. A layer of the main kind;
-        see the top of the file.
+        Of the main kind, as planned there: of seconds the most that any number of
+        microbatches says, of bytes what the nearest does.
         """
-        found = [self._own_excess(submesh, number)]
-        if submesh.is_split:
-            found.append(self.excess(replace(submesh, is_split=False), number))
-        return max(found)
-
-    def _own_excess(self, submesh: Submesh, number: int) -> float:
-        kind, least = self.main_kind, 0.0
-        for each in self.numbers_seen(submesh):
-            cost = self.known[submesh, each, kind]
-            ideal = self.ideal(submesh, each, kind).seconds
-            beyond = cost.seconds - ideal
-            summed = cost.reducing_seconds
-            if number < each:
-                part = self.ideal(submesh, number, kind).seconds / ideal
-                found = part * number / each * beyond + summed / number
-            else:
-                found = (each * beyond + summed) / number
-            least = max(least, found)
-        return least
-
-    @_kept
-    def numbers_seen(self, submesh: Submesh) -> Sequence[int]:
-        """The numbers of microbatches for which the main kind was planned there."""
         main = self.main_kind
-        return sorted(
-            number
-            for (each, number, kind), cost in self.known.items()
-            if (each, kind) == (submesh, main) and cost.seconds < inf
-        )
-
-    @_kept
-    def overhead(self, submesh: Submesh, number: int) -> LayerCost:
-        """Factors over the ideal of bytes, but for working bytes, which are bytes.
-
-        Of the main kind, as planned there for the nearest number of microbatches.
-        """
-        kind, seen = self.main_kind, self.numbers_seen(submesh)
         plain = LayerCost(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
-        if not seen and submesh.is_split:
-            found = self.overhead(replace(submesh, is_split=False), number)
-            kept, working = found.microbatch_bytes, found.working_bytes
-            return replace(plain, microbatch_bytes=kept, working_bytes=working)
+        if submesh.is_split:
+            found = self._overhead(replace(submesh, is_split=False), number)
+            plain = replace(found, state_bytes=1.0, gradient_bytes=1.0)
+        seen = [
+            each
+            for (where, each, kind), cost in self.known.items()
+            if (where, kind) == (submesh, main) and cost.seconds < inf
+        ]
         if not seen:
             return plain
-        nearest = min(seen, key=lambda n: max(n / number, number / n))
-        cost = self.known[submesh, nearest, kind]
-        ideal = self.ideal(submesh, nearest, kind)
-        return replace(
-            plain,
-            state_bytes=part_of_whole(cost.state_bytes, ideal.state_bytes),
-            gradient_bytes=part_of_whole(cost.gradient_bytes, ideal.gradient_bytes),
-            microbatch_bytes=part_of_whole(
-                cost.microbatch_bytes, ideal.microbatch_bytes
-            ),
-            working_bytes=cost.working_bytes * nearest / number,
+        ideal = self.ideal(submesh, number, main).seconds
+        excess = max(self._excess(submesh, number, each) for each in seen)
+        nearest = min(seen, key=lambda n: (max(n / number, number / n), n))
+        cost = self.known[submesh, nearest, main]
+        least = self.ideal(submesh, nearest, main)
+        return LayerCost(
+            max(1 + excess / ideal, plain.seconds),
+            1.0,
+            part_of_whole(cost.state_bytes, least.state_bytes),
+            part_of_whole(cost.gradient_bytes, least.gradient_bytes),
+            part_of_whole(cost.microbatch_bytes, least.microbatch_bytes),
+            cost.working_bytes * nearest / number,
         )
+
+    def _excess(self, submesh: Submesh, number: int, seen: int) -> float:
+        """Seconds beyond the ideal that a layer of the main kind takes at the least, by
+        its plan for a `seen` number of microbatches; see the top of the file."""
+        cost = self.known[submesh, seen, self.main_kind]
+        ideal = self.ideal(submesh, seen, self.main_kind).seconds
+        beyond = max(cost.seconds - ideal, 0.0)
+        if number >= seen:
+            return (seen * beyond + cost.reducing_seconds) / number
+        part = self.ideal(submesh, number, self.main_kind).seconds / ideal
+        return part * number / seen * beyond + cost.reducing_seconds / number
 
     def choice(self, submesh: Submesh, number: int) -> StageChoice:
         """The submesh as the solver sees it; the same object while costs are alike."""

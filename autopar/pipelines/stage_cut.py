@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from textwrap import shorten
 
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to, read_by, tensors_of
@@ -76,8 +77,7 @@ def cut_stages(
     cutter.cut_forward(products)
     torn = cutter.place_backward()
     if torn is not None:
-        fewer = next(filter(cutter.can_be_cut, range(num_stages - 1, 1, -1)), None)
-        raise torn_backward(cutter, torn, fewer)
+        raise torn_backward(cutter, torn)
     return cutter.result(cutter.weight_tasks() if has_weight_tasks else frozenset())
 
 
@@ -231,15 +231,6 @@ class _Cutter:
                 found.add(tensor)
         return found
 
-    def can_be_cut(self, num_stages: int) -> bool:
-        """Whether the same graph can be cut into so many stages."""
-        cutter = _Cutter(self.graph, self.held, num_stages)
-        try:
-            cutter.cut_forward(None)
-        except ValueError:  # fewer products
-            return False
-        return cutter.place_backward() is None
-
     def place_backward(self) -> Operator | None:
         """Places backward work; the first operator that finds no stage, if one does."""
         for op in self.operators:
@@ -357,30 +348,18 @@ class _Cutter:
         return tuple(op for op in self.operators if op.index in needed)
 
 
-def torn_backward(
-    cutter: _Cutter, op: Operator, fewer: int | None
-) -> NotImplementedError:
-    """No stage has all that a backward operator reads: what it reads lies apart.
-
-    `fewer` is the largest number of stages into which the step can be cut.
-    """
-    readable = cutter.readable(op)
-    low = min(readable, key=lambda t: max(readable[t], default=-1))
-    high = max(readable, key=lambda t: min(readable[t], default=-1))
-
-    def at(tensor: int) -> str:
-        stages = readable[tensor]
-        numbers = ", ".join(map(str, stages)) or "none"
-        name = cutter.graph.tensors[tensor].name
-        return f"{name} (stage{'s' * (len(stages) > 1)} {numbers})"
-
-    remedy = f"num_stages={fewer}, into which it can be cut, or " if fewer else ""
+def torn_backward(cutter: _Cutter, op: Operator) -> NotImplementedError:
+    """No stage has all that a backward operator reads: what it reads lies apart."""
+    read = "; ".join(
+        f"{cutter.graph.tensors[t].name} of stages {[*stages]}"
+        for t, stages in cutter.readable(op).items()
+        if len(stages) < cutter.num_stages
+    )
     return NotImplementedError(
         f"Backward work goes from the last stage to the first, each operator on a "
         f"stage that has all it reads, but in a cut into {cutter.num_stages} stages "
-        f"{op.name!r} at {op.source or 'an unknown line'} reads {at(low)} and "
-        f"{at(high)}, as derivatives of derivatives and passes behind an update do; "
-        f"use {remedy}autopar.ShardParallel(), which takes num_microbatches and "
-        f"microbatch_semantics as well. Two passes with an update between them can be "
-        f"two steps."
+        f"{op.name!r} at {op.source or 'an unknown line'} reads {shorten(read, 300)}, "
+        f"as derivatives of derivatives and passes behind an update do; use fewer "
+        f"stages or autopar.ShardParallel(). Two passes with an update between them "
+        f"can be two steps."
     )

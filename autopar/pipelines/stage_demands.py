@@ -259,10 +259,9 @@ class StagePins:
                 raise ValueError(
                     f"A leaf lives on one stage, so its pin may name axes of that "
                     f"stage's mesh alone, but the pin {key!r} of {path} is "
-                    f"{self.pins[key]}, which names {_where_axes_are(axes, shapes)}, "
-                    f"and {path} is on stage {stages[0]}, whose mesh is "
-                    f"{shapes[stages[0]]}; name axes of that mesh, or move the leaf to "
-                    f"another stage with PipelineParallel(stage_products=...)."
+                    f"{self.pins[key]}, and {path} is on stage {stages[0]}, whose mesh "
+                    f"is {shapes[stages[0]]}; name axes of that mesh, or move the leaf "
+                    f"to another stage with PipelineParallel(stage_products=...)."
                 )
 
     def _found_in(self, paths: Sequence[str]) -> dict[str, PartitionSpec]:
@@ -287,28 +286,21 @@ def _check_placed(
     Raises:
       ValueError: it lies on another mesh, or on devices of other stages.
     """
-    held = _positions(sharding)
-    stages = [i for i, each in enumerate(devices) if not held.isdisjoint(each)]
+    position = {device: i for i, device in enumerate(jax.devices())}
+    held: set[int] = set()
+    if isinstance(sharding.mesh, Mesh):  # those of remote devices are not known
+        held = {position[each] for each in sharding.device_set if each in position}
     is_here = not held or not devices or held <= {*devices[stage]}
     if is_like(sharding, shapes[stage]) and is_here:
         return
     sizes = ";".join(f"{name}:{size}" for name, size in sharding.mesh.shape.items())
-    where = f" on devices of stages {', '.join(map(str, stages))}" if stages else ""
     raise ValueError(
         f"A leaf lives on one stage, so a pin {PLACED!r} must be for an array on the "
         f"mesh of that stage, but {path} is on stage {stage}, whose mesh is "
-        f"{shapes[stage]}, and its array lies on {sizes}{where}; leave the pin out, "
-        f"which moves it there, or move the leaf to another stage with "
-        f"PipelineParallel(stage_products=...)."
+        f"{shapes[stage]}, and its array lies on {sizes} of devices {sorted(held)}; "
+        f"leave the pin out, which moves it there, or move the leaf to another stage "
+        f"with PipelineParallel(stage_products=...)."
     )
-
-
-def _positions(sharding: NamedSharding) -> frozenset[int]:
-    """Devices that hold an array, counted from the first; none if they are remote."""
-    if not isinstance(sharding.mesh, Mesh):
-        return frozenset()
-    position = {device: i for i, device in enumerate(jax.devices())}
-    return frozenset(position[each] for each in sharding.device_set if each in position)
 
 
 def _axes_of(spec: object) -> frozenset[str]:
@@ -321,16 +313,6 @@ def _axes_of(spec: object) -> frozenset[str]:
         for each in entries
         for name in ((each,) if isinstance(each, str) else each)
     )
-
-
-def _where_axes_are(axes: frozenset[str], shapes: Sequence[MeshShape]) -> str:
-    """`'a' of stage 0 and 'b' of stage 1`."""
-    words: list[str] = []
-    for axis in sorted(axes):
-        having = [str(i) for i, shape in enumerate(shapes) if axis in shape.axis_names]
-        where = f"stage {' and '.join(having)}" if having else "none"
-        words.append(f"{axis!r} of {where}")
-    return " and ".join(words)
 
 
 _DimsBySlot = Mapping[str, frozenset[int]]

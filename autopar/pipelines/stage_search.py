@@ -322,71 +322,44 @@ class StageSearcher:
         )
 
     def _infeasible(self, search: JointSearch) -> InfeasiblePlanError:
-        """What stands in the way: the layer that takes the most on its submesh."""
-        budget = format_bytes(self.budget_bytes)
-        layers, cluster = self.layers, self.cluster
+        """No stages fit: what the largest submesh holds of all layers at the least."""
         largest = max(search.submeshes, key=lambda each: each.mesh.size)
-        number = search.counts[-1]
-        held = [search.costs.cost(largest, number, kind) for kind in layers.kinds]
-        heaviest = int(np.argmax([c.state_bytes + c.gradient_bytes for c in held]))
-        worst, total = held[heaviest], sum(c.state_bytes for c in held)
-        share = largest.mesh.size / cluster.num_devices
+        number, kinds = search.counts[-1], self.layers.kinds
+        held = [search.costs.cost(largest, number, kind) for kind in kinds]
+        share = largest.mesh.size / self.cluster.num_devices
+        least = round(share * sum(each.state_bytes for each in held))
+        gradients = round(share * sum(each.gradient_bytes for each in held))
         return InfeasiblePlanError(
-            f"A pipeline must fit into {budget} a device, but no stages do: split over "
-            f"all {cluster.num_devices} devices the state alone takes "
-            f"{format_bytes(round(total * share))} a device, and layer {heaviest} of "
-            f"{len(layers)} on {largest} takes "
-            f"{format_bytes(round(worst.state_bytes))} of state, "
-            f"{format_bytes(round(worst.gradient_bytes))} of gradients and "
-            f"{format_bytes(round(worst.microbatch_bytes))} for each microbatch in "
-            f"flight; use more devices, or jax.checkpoint.",
-            round(total * share),
-            f"memory of layer {heaviest}",
+            f"A pipeline must fit into {format_bytes(self.budget_bytes)} a device, but "
+            f"no stages do: split over all {self.cluster.num_devices} devices the "
+            f"state alone takes {format_bytes(least)} and gradients "
+            f"{format_bytes(gradients)}; use more devices, or jax.checkpoint.",
+            least,
+            "memory of stages",
         )
-
-
-_PARTS = {
-    "state": "parameters and optimizer state",
-    "gradient": "gradients",
-    "activation": "values between programs",
-    "batch": "batch",
-}
-
-
-def _held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
-    """Bytes that one device of a submesh holds, by what for; one microbatch of each."""
-    found: dict[str, int] = {}
-    for name, stage in planned.specs:
-        slot = planned.flow.slots.get(name)
-        if planned.submesh(stage) != submesh or slot is None or slot.kind not in _PARTS:
-            continue
-        text = _PARTS[slot.kind]
-        found[text] = found.get(text, 0) + planned.slot_bytes(name, stage)
-    found["work inside of programs"] = planned.working_bytes(submesh)
-    return found
 
 
 def infeasible_stage(
     planned: PlannedPipeline, plan: StagedPlan, budget: int
 ) -> InfeasiblePlanError:
-    """Says which stage takes the most of its devices, and what for."""
-    peaks = plan.peak_bytes
-    submesh = int(np.argmax(peaks))
-    stages = [
-        str(stage)
-        for stage in range(planned.flow.num_stages)
-        if planned.submesh(stage) == submesh
-    ]
-    held = sorted(_held_bytes(planned, submesh).items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{text} {format_bytes(number)}" for text, number in held)
-    where = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+    """Says which submesh takes the most of its devices, and what for."""
+    submesh = int(np.argmax(plan.peak_bytes))
+    held: dict[str, int] = {}
+    for name, stage in planned.specs:
+        slot = planned.flow.slots.get(name)
+        if slot is not None and planned.submesh(stage) == submesh:
+            size = planned.slot_bytes(name, stage)
+            held[slot.kind] = held.get(slot.kind, 0) + size
+    held["gradients"] = held.pop("gradient", 0)
+    held["work inside of programs"] = planned.working_bytes(submesh)
+    largest = sorted(held.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{text} {format_bytes(number)}" for text, number in largest)
     return InfeasiblePlanError(
         f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
-        f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
-        f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
-        f"microbatch; the schedule holds more, and most at the marked task: "
-        f"{plan.marked_row(submesh)}); use more stages, microbatches or devices, or "
-        f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
-        max(peaks),
-        f"memory of {where}",
+        f"but stage {submesh} of {planned.traced.name!r} needs "
+        f"{format_bytes(max(plan.peak_bytes))} at the least: {parts} (of one "
+        f"microbatch; most at the marked task: {plan.marked_row(submesh)}); use more "
+        f"stages, microbatches or devices, or jax.checkpoint.",
+        max(plan.peak_bytes),
+        f"memory of stage {submesh}",
     )
