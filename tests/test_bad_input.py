@@ -209,19 +209,19 @@ class TestState:
             ),
             (
                 lambda state: jax.tree.map(lambda x: x.astype(jnp.bfloat16), state),
-                "state comes in as .* returned with other types in each leaf",
+                "state is returned otherwise; ",
             ),
             (
                 lambda state: {"w": state["w"], "momentum": state["momentum"]},
-                r"comes in as .*'count'.* returned as {'momentum': \*, 'w': \*}; ",
+                "state is returned otherwise; ",
             ),
             (
                 lambda state: {**state, "extra": state["w"]},
-                r"state comes in as .* returned as .*'extra'",
+                "state is returned otherwise; ",
             ),
             (
                 lambda state: tuple(state.values()),
-                r"state comes in as .* returned as \(\*, \*, \*\); ",
+                "state is returned otherwise; ",
             ),
         ],
         ids=["dtype", "shape", "all dtypes", "one less", "one more", "a tuple"],
