@@ -84,8 +84,8 @@ class TestOptions:
         [
             ({"cluster": "8xH100"}, r"autopar.Cluster, but got '8xH100'; use .*preset"),
             ({"plan": "plan.json"}, r"but got 'plan.json' of type str; .*Plan.load"),
-            ({"donate_argnums": "state"}, "whole numbers, but got 'state'"),
-            ({"static_argnums": 2.5}, "whole numbers, but got 2.5"),
+            ({"donate_argnums": "state"}, "positions, .* but got 'state'"),
+            ({"static_argnums": 2.5}, "positions, .* but got 2.5"),
         ],
         ids=repr,
     )
