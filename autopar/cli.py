@@ -180,7 +180,7 @@ def doctor() -> None:
     is_well = True
     for check in run_checks():
         print(check, flush=True)
-        is_well = is_well and (check.ok or not check.is_needed)
+        is_well = is_well and check.ok
     print("\nall is well" if is_well else "\nsomething is missing, see FAIL above")
     if not is_well:
         raise typer.Exit(1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -29,7 +30,9 @@ _EXAMPLES = "write '70GiB', '900MB' or a whole number of bytes"
 
 Level = Literal["selective", "cheap", "full"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-WORDS = ("none", *LEVELS, "auto")
+OFFLOADS: tuple[Offload | None, ...] = (None, *get_args(Offload))
+SEMANTICS: tuple[MicrobatchSemantics, ...] = get_args(MicrobatchSemantics)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Remat:
         found = re.fullmatch(rf"({'|'.join(LEVELS)})(?::([1-9]\d*))?", text)
         if found is None:
             raise ValueError(
-                f"`remat` must be one of {', '.join(LEVELS)}, with a number of "
-                f"segments behind it if need be (full:3), but got {text!r}."
+                f"`remat` must be None, auto or one of {', '.join(LEVELS)}, with a "
+                f"number of segments behind it if need be (full:3), but got {text!r}."
             )
         level, number = found.groups()
         return cls(
@@ -80,45 +83,23 @@ def check_remat(given: object) -> str | None:
     """The option as it is kept: None, "auto", or the text of a `Remat`.
 
     Raises:
-      TypeError: neither None nor a text.
-      ValueError: a text that says nothing.
+      ValueError: anything else.
     """
-    if given is None or given == "none":
-        return None
-    if not isinstance(given, str):
-        raise TypeError(
-            f"`remat` must be None or one of {', '.join(WORDS)}, but got {given!r} of "
-            f"type {type(given).__name__}."
-        )
-    return given if given == "auto" else str(Remat.parse(given))
+    if given is None or given in ("none", "auto"):
+        return "auto" if given == "auto" else None
+    return str(Remat.parse(str(given)))
 
 
-def check_offload(given: object) -> Offload | None:
-    """The option `offload`, or an error that says what could be given.
+def one_of(option: str, given: object, allowed: Sequence[_T]) -> _T:
+    """What is given, which is one of the values that an option may have.
 
     Raises:
-      ValueError: something else.
+      ValueError: it is none.
     """
-    for known in get_args(Offload):
-        if given == known:
-            return known
-    if given is None:
-        return None
-    raise ValueError(
-        f"`offload` must be None, {' or '.join(map(repr, get_args(Offload)))}, but got "
-        f"{given!r}."
-    )
-
-
-def check_semantics(given: object) -> MicrobatchSemantics:
-    """The semantics, or a ValueError that says what could be given."""
-    for known in get_args(MicrobatchSemantics):
-        if given == known:
-            return known
-    raise ValueError(
-        f"`microbatch_semantics` must be 'exact' (values of the whole batch) or "
-        f"'independent' (each microbatch is a batch of its own), but got {given!r}."
-    )
+    if given in allowed:
+        return allowed[allowed.index(given)]  # type: ignore[arg-type]
+    known = " or ".join(map(repr, allowed))
+    raise ValueError(f"`{option}` must be {known}, but got {given!r}.")
 
 
 def parse_budget(given: int | str) -> int:

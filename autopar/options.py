@@ -30,11 +30,12 @@ from .methods.methods import (
     method_of_plan,
 )
 from .option_values import (
+    OFFLOADS,
     MicrobatchSemantics,
     Offload,
-    check_offload,
     check_remat,
     default_budget,
+    one_of,
     parse_budget,
 )
 from .plans.plan import ShardingPlan
@@ -165,7 +166,7 @@ def check_options(
             f"`plan` must be an autopar.Plan, but got {given!r} of type "
             f"{type(given).__name__}; load a file with autopar.Plan.load(path)."
         )
-    again, at_host = check_remat(remat), check_offload(offload)
+    again, at_host = check_remat(remat), one_of("offload", offload, OFFLOADS)
     others = {
         "rules": rules,
         "memory_budget": memory_budget,
@@ -199,30 +200,32 @@ def check_options(
         pins_by_key(pins or {}),
         _num_microbatches(num_microbatches, checked),
         checked.microbatch_semantics if isinstance(checked, Microbatched) else "exact",
-        _batch(batch_argnums),
-        _given_positions(static_argnums),
-        "auto" if donate_argnums == "auto" else _given_positions(donate_argnums),
+        "auto"
+        if batch_argnums == "auto"
+        else _all(batch_argnums, int | str, "batch_argnums", "positions or paths"),
+        _all(static_argnums, int, "static_argnums", "positions, from 0 on,"),
+        "auto"
+        if donate_argnums == "auto"
+        else _all(donate_argnums, int, "donate_argnums", "positions, from 0 on,"),
         rules=as_layout_rules(rules),
         memory_budget=None if memory_budget is None else parse_budget(memory_budget),
         like=model,
         remat=again,
         offload=at_host,
-        static_argnames=_names("static_argnames", static_argnames),
-        donate_argnames=_names("donate_argnames", donate_argnames),
+        static_argnames=_all(static_argnames, str, "static_argnames", "names"),
+        donate_argnames=_all(donate_argnames, str, "donate_argnames", "names"),
         in_shardings=as_prefix(in_shardings),
         out_shardings=out_shardings,
         attention=_attention(attention, plan, checked),
     )
 
 
-def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    names = _several(given)
-    if not all(isinstance(each, str) for each in names):
-        raise TypeError(
-            f"`{option}` must be names of arguments, but got {given!r}; positions go "
-            f"to `{option.replace('names', 'nums')}`."
-        )
-    return names
+def _all(given: Any, kind: Any, option: str, noun: str) -> tuple[Any, ...]:
+    """One or many arguments, by position or name."""
+    several = _several(given)
+    if not all(isinstance(each, kind) for each in several):
+        raise TypeError(f"`{option}` must be {noun} of arguments, but got {given!r}.")
+    return several
 
 
 def _attention(
@@ -390,26 +393,3 @@ def _num_microbatches(given: int | None, method: Method) -> int:
             f"`num_microbatches` must be a whole number from 1 up, but got {number!r}."
         )
     return number
-
-
-def _batch(given: BatchLike) -> tuple[int | str, ...] | Literal["auto"]:
-    if given == "auto":
-        return "auto"
-    several = _several(given)
-    if not all(isinstance(each, int | str) for each in several):
-        raise TypeError(
-            f"`batch_argnums` must be positions of arguments or their paths, but got "
-            f"{given!r}; name arguments by their position, the first being 0, or by "
-            f"paths such as 'batch/images'."
-        )
-    return several
-
-
-def _given_positions(argnums: int | Sequence[int] | str) -> tuple[int, ...]:
-    positions = _several(argnums)
-    if not all(isinstance(position, int) for position in positions):
-        raise TypeError(
-            f"Argument positions must be whole numbers, but got {argnums!r}; name "
-            f"arguments by their position, the first being 0."
-        )
-    return positions

@@ -84,8 +84,8 @@ class TestOptions:
         [
             ({"cluster": "8xH100"}, r"autopar.Cluster, but got '8xH100'; use .*preset"),
             ({"plan": "plan.json"}, r"but got 'plan.json' of type str; .*Plan.load"),
-            ({"donate_argnums": "state"}, "whole numbers, but got 'state'"),
-            ({"static_argnums": 2.5}, "whole numbers, but got 2.5"),
+            ({"donate_argnums": "state"}, "positions, .* but got 'state'"),
+            ({"static_argnums": 2.5}, "positions, .* but got 2.5"),
         ],
         ids=repr,
     )
@@ -209,19 +209,19 @@ class TestState:
             ),
             (
                 lambda state: jax.tree.map(lambda x: x.astype(jnp.bfloat16), state),
-                "state comes in as .* returned with other types in each leaf",
+                "state is returned otherwise; ",
             ),
             (
                 lambda state: {"w": state["w"], "momentum": state["momentum"]},
-                r"comes in as .*'count'.* returned as {'momentum': \*, 'w': \*}; ",
+                "state is returned otherwise; ",
             ),
             (
                 lambda state: {**state, "extra": state["w"]},
-                r"state comes in as .* returned as .*'extra'",
+                "state is returned otherwise; ",
             ),
             (
                 lambda state: tuple(state.values()),
-                r"state comes in as .* returned as \(\*, \*, \*\); ",
+                "state is returned otherwise; ",
             ),
         ],
         ids=["dtype", "shape", "all dtypes", "one less", "one more", "a tuple"],

@@ -128,12 +128,10 @@ def test_a_wrong_field_is_named_with_the_reason(
     ("part", "index", "change", "field", "reason"),
     [
         ("inputs", 2, {"spec": "data:2"}, "inputs[2].spec", "cannot split"),
-        ("inputs", 2, {"spec": "data:sum"}, "inputs[2].spec", "no reduction"),
         ("inputs", 2, {"shape": [3, 8]}, "inputs[2].spec", "evenly"),
         ("inputs", 0, {"role": "stat"}, "inputs[0].role", "one of state"),
         ("tensors", 4, {"block": 2}, "tensors[4].block", "below 2"),
         ("tensors", 2, {"dtype": 3}, "tensors[2].dtype", "must be a string"),
-        ("operators", 1, {"factors": ["m0"]}, "operators[1].factors", "one factor"),
         ("operators", 1, {"split": True}, "operators[1].split", "integer"),
         ("collectives", 0, {"kind": "all_sum"}, "collectives[0].kind", "one of"),
         ("collectives", 0, {"over": "pipe"}, "collectives[0].over", "axes of"),

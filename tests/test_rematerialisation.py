@@ -236,7 +236,7 @@ def test_what_says_nothing_is_refused(given: str) -> None:
 
 
 def test_other_types_and_places_are_refused() -> None:
-    with pytest.raises(TypeError, match="must be None or one of"):
+    with pytest.raises(ValueError, match="must be None, auto or one of"):
         autopar.parallelize(layer, remat=True)  # type: ignore[arg-type]
     case = unrolled(batch=64)
     plan = autopar.parallelize(case.step).plan(*case.args)

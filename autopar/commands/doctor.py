@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import cast
 
-_NEEDED = ("jax", "jaxlib", "numpy", "pulp", "highspy", "networkx", "rich", "typer")
-_OPTIONAL = {"ray": "only clusters need it: pip install 'autopar[ray]'"}
+_PACKAGES = ("autopar", "jax", "jaxlib", "numpy", "pulp", "highspy", "networkx", "ray")
 _NUM_VIRTUAL = 8
 _TIMEOUT_SECONDS = 120
 
@@ -33,52 +32,33 @@ print(float(jax.jit(add)(np.arange({_NUM_VIRTUAL}.0))[0]))
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at; `remedy` says what to do where it is not ok.
-
-    `is_needed` is false for what autopar can do without.
-    """
+    """One thing looked at; `remedy` says what to do where it is not ok."""
 
     name: str
     ok: bool
     seen: str
     remedy: str = ""
-    is_needed: bool = True
 
     def __str__(self) -> str:
-        mark = "ok  " if self.ok else "FAIL" if self.is_needed else "-   "
-        line = f"{mark}  {self.name:<16} {self.seen}"
+        line = f"{'ok  ' if self.ok else 'FAIL'}  {self.name:<16} {self.seen}"
         return line if self.ok or not self.remedy else f"{line}\n      -> {self.remedy}"
 
 
 def run_checks() -> Iterator[Check]:
     """Every check, as soon as it is done."""
-    yield check_python()
-    for name in _NEEDED:
-        yield check_package(name)
-    for name, remedy in _OPTIONAL.items():
-        yield check_package(name, remedy, is_needed=False)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    yield Check("python", True, f"{platform.python_version()} on {machine}")
+    yield Check("packages", True, ", ".join(map(_version, _PACKAGES)))
     yield check_devices()
     yield check_solver()
     yield check_collective()
 
 
-def check_python() -> Check:
-    """Whether Python is new enough."""
-    return Check(
-        "python",
-        sys.version_info >= (3, 11),
-        f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores",
-        "autopar needs Python 3.11 or newer: make PYTHON=/path/to/python3",
-    )
-
-
-def check_package(name: str, remedy: str = "", *, is_needed: bool = True) -> Check:
-    """Whether a package is installed."""
+def _version(package: str) -> str:
     try:
-        return Check(name, True, metadata.version(name))
+        return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
-        remedy = remedy or "pip install --upgrade autopar"
-        return Check(name, False, "not installed", remedy, is_needed)
+        return f"no {package}"
 
 
 def check_devices() -> Check:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from textwrap import shorten
 from typing import Any
 
 import jax
@@ -167,8 +166,12 @@ class _Tying:
                 return
             if _is_almost(node, other, self.in_types, self.out_types):
                 if self._is_untied(range(node.first, node.first + node.count)):
-                    path = self.in_paths[node.first]
-                    self.notes.append(_structure_note(path, node, other))
+                    self.notes.append(
+                        f"State should be returned with the tree, shapes and dtypes it "
+                        f"came in with, but {root_of(self.in_paths[node.first])} is "
+                        f"returned otherwise; it is planned untied and not donated. "
+                        f"Return it as it came in to keep it in place."
+                    )
 
     def _match_bare(self, node: _Subtree, other: _Subtree) -> None:
         same = other.is_leaf and self._is_free(other)
@@ -244,22 +247,6 @@ def _is_almost(
     shared = (ours & theirs).total()
     return node.structure == other.structure or 2 * shared >= max(
         node.count, other.count
-    )
-
-
-def _structure_note(path: str, node: _Subtree, other: _Subtree) -> str:
-    def text(each: _Subtree) -> str:
-        return shorten(str(each.structure)[len("PyTreeDef(") : -1], 200)
-
-    found = (
-        "with other types in each leaf"
-        if node.structure == other.structure
-        else f"as {text(other)}"
-    )
-    return (
-        f"State should be returned with the tree, shapes and dtypes it came in with, "
-        f"but {root_of(path)} comes in as {text(node)} and is returned {found}; it is "
-        f"planned untied and not donated. Return it as it came in to keep it in place."
     )
 
 

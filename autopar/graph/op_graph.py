@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .post_order import post_order
-
 Role = Literal["state", "batch", "constant", "other", "sum"]
 MemoryKind = Literal["device", "host"]
 
@@ -102,10 +100,6 @@ class Operator:
     source: str = ""
     bodies: tuple[int, ...] = ()
 
-    def is_constant(self, position: int) -> bool:
-        """Whether the operand at `position` is a literal."""
-        return isinstance(self.operands[position], Constant)
-
 
 @dataclass(frozen=True)
 class Block:
@@ -173,32 +167,12 @@ class OpGraph:
         """The same as arrays."""
         return GraphColumns.of(self)
 
-    @cached_property
-    def post_order(self) -> np.ndarray:
-        """[indices of operators] the place of each, those of a block in post-order.
-
-        It begins at the first result of the block.
-        """
-        columns, nothing = self.columns, len(self.columns.operators)
-        made_by = np.full(len(self.tensors) + 1, nothing)  # the last: no tensor
-        made_by[columns.results] = columns.rows_of_results
-        roots, row = list[int](), 0
-        for block in self.blocks:
-            returned = [each for each in block.outputs if isinstance(each, int)]
-            roots += made_by[returned].tolist()
-            roots += range(row, row := row + len(block.operators))
-        order = post_order(columns.operand_start, made_by[columns.operands], roots)
-        place = np.zeros(int(columns.index.max(initial=-1)) + 1, np.intp)
-        place[columns.index[order]] = np.arange(nothing)
-        return place
-
     def verify(self) -> None:
         """Raise AssertionError if an operator reads what its block has not made yet.
 
-        Makes the columns and the post-order, which all that follows needs.
+        Makes the columns, which all that follows needs.
         """
         assert len(self.columns.type_of) == len(self.tensors)
-        assert len(self.post_order) >= len(self.columns.operators)
         for block in self.blocks:
             made = set(block.inputs)
             for op in block.operators:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
-from ..option_values import MicrobatchSemantics, check_semantics
+from ..option_values import SEMANTICS, MicrobatchSemantics, one_of
 from ..plans.staged_plan import StagedPlan
 from ..sharding.mesh import MeshLike, MeshShape
 from .named_methods import NAMED_METHODS, Megatron, NamedMethod, ThreeD
@@ -134,7 +134,7 @@ def check_method(method: object) -> Method:
             f"{type(method).__name__}."
         )
     if isinstance(method, Microbatched):
-        check_semantics(method.microbatch_semantics)
+        one_of("microbatch_semantics", method.microbatch_semantics, SEMANTICS)
     if isinstance(method, ShardParallel) and (
         method.objective not in get_args(Objective)
     ):

@@ -301,37 +301,24 @@ class PipelinedStep:
     record: Callable[..., tuple[dict[str, Any], dict[str, Any], Any]]
     constants: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """One step.
+    def __call__(
+        self, leaves: Sequence[Any], traces: list[Any] | None = None
+    ) -> list[Any]:
+        """One step, whose trace is put to `traces`, if these are given.
 
         Raises:
           SignatureChanged: other shapes or dtypes than those it was planned for.
         """
-        return self._run_updates(self._updates, leaves, self.execute)
-
-    def recorded(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """One step, as `__call__`, and its trace."""
-        traces: list[Any] = []
-
-        def execute(state: Any, batch: Any) -> tuple[Any, Any]:
-            *found, trace = self.record(state, batch)
-            traces.append(trace)
-            return found[0], found[1]
-
-        return self._run_updates(self._updates, leaves, execute), traces[0]
-
-    @property
-    def _updates(self) -> tuple[Updates, ...]:
-        return self.pipeline.planned.updates
+        return self._run_updates(self.pipeline.planned.updates, leaves, traces)
 
     def _run_updates(
         self,
         updates: tuple[Updates, ...],
         leaves: Sequence[Any],
-        execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+        traces: list[Any] | None,
     ) -> list[Any]:
         if not updates:
-            return self._run(leaves, execute)
+            return self._run(leaves, traces)
         (loop, *inner) = updates
         leaves = [
             jnp.asarray(leaf)
@@ -342,24 +329,23 @@ class PipelinedStep:
         if any(len(leaves[i]) != len(loop.order) for i in loop.sliced):
             raise SignatureChanged
         return loop.run(
-            leaves, lambda given: self._run_updates(tuple(inner), given, execute)
+            leaves, lambda given: self._run_updates(tuple(inner), given, traces)
         )
 
-    def _run(
-        self,
-        leaves: Sequence[Any],
-        execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
-    ) -> list[Any]:
+    def _run(self, leaves: Sequence[Any], traces: list[Any] | None) -> list[Any]:
         if tuple(map(signature, leaves)) != self.pipeline.argument_types:
             raise SignatureChanged
         with without_mesh():  # a caller's is not that of the stages
             _ = self.pipeline.compiled  # before threads wait for each other's programs
             chunks = self.pipeline.split(leaves)
             constants = self.constants or self.pipeline.constants()
-            state, results = execute(
-                {**self.pipeline.state_of(chunks), **constants},
-                self.pipeline.batch_of(chunks),
-            )
+            given = {**self.pipeline.state_of(chunks), **constants}
+            batch = self.pipeline.batch_of(chunks)
+            if traces is None:
+                state, results = self.execute(given, batch)
+            else:
+                state, results, trace = self.record(given, batch)
+                traces.append(trace)
             self.constants.update((name, state[name]) for name in constants)
             found = self.pipeline.results_from(chunks, {**state, **results})
             return self.pipeline.join(found)

@@ -20,7 +20,7 @@ from ..graph.op_graph import MemoryKind, Role
 from ..option_values import MicrobatchSemantics, Remat
 from ..sharding.collective import KINDS, Collective
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec, is_legal, is_pending
+from ..sharding.spec import Spec, is_legal
 from .plan import (
     Conversion,
     InputPlan,
@@ -245,15 +245,6 @@ def _plan_form(mesh: MeshShape, num_blocks: int) -> _Form[ShardingPlan]:
 
     def check_input(each: InputPlan, found: Mapping[str, Record]) -> None:
         check_legal(found["spec"], each.shape, each.spec)
-        if is_pending(each.spec) and each.role != "sum":
-            found["spec"].fail("must owe no reduction, as an argument is complete")
-
-    def check_operator(each: OperatorPlan, found: Mapping[str, Record]) -> None:
-        if each.factors and len(each.factors) != mesh.num_axes:
-            found["factors"].fail(
-                f"must name one factor for each axis of {mesh}, or none, "
-                f"but got {len(each.factors)}"
-            )
 
     def check_tensor(each: TensorPlan, found: Mapping[str, Record]) -> None:
         check_legal(found["spec"], each.shape, each.spec)
@@ -332,7 +323,7 @@ def _plan_form(mesh: MeshShape, num_blocks: int) -> _Form[ShardingPlan]:
         "padding": _Entry(_padding_from_json, default=()),
         "predicted": _PREDICTION,
         "inputs": _all(_Form(InputPlan, inputs, check_input)),
-        "operators": _all(_Form(OperatorPlan, operators, check_operator)),
+        "operators": _all(_Form(OperatorPlan, operators)),
         "tensors": _all(_Form(TensorPlan, tensors, check_tensor)),
         "outputs": _all(specs),
         "trip_counts": _SIZES,

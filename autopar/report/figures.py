@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..plans.plan import Prediction
-from .findings import MemoryCurve, TaskTime
+from .findings import MemoryCurve
 
 _KIND_COLOURS = {
     "forward": "#3b7dd8",
@@ -110,13 +110,14 @@ def _line(
     }
 
 
-def timeline_figure(times: Sequence[TaskTime]) -> Figure:
+def timeline_figure(times: Sequence[Any]) -> Figure:
     """What each submesh runs when; numbers are microbatches."""
     unit, size = _unit(max(task.end for task in times), _SECONDS)
     data: list[dict[str, Any]] = []
     for kind, colour in _KIND_COLOURS.items():
-        tasks = [task for task in times if task.kind == kind]
-        numbers = ["" if t.microbatch is None else str(t.microbatch) for t in tasks]
+        tasks = [each for each in times if each.task.kind == kind]
+        microbatches = [each.task.microbatch for each in tasks]
+        numbers = ["" if number is None else str(number) for number in microbatches]
         bar = _bar(kind, [f"{t.submesh}" for t in tasks], colour)
         data.append(
             bar
@@ -129,7 +130,9 @@ def timeline_figure(times: Sequence[TaskTime]) -> Figure:
                 "textangle": 0,
                 "constraintext": "none",
                 "textfont": {"color": "white"},
-                "customdata": [(t.name, t.start / size, t.end / size) for t in tasks],
+                "customdata": [
+                    (str(t.task), t.start / size, t.end / size) for t in tasks
+                ],
                 "hovertemplate": "%{customdata[0]}: %{customdata[1]:.4g} to "
                 f"%{{customdata[2]:.4g}} {unit}<extra>{kind}</extra>",
             }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
 from ..planner.memory_users import MemoryUser
 from ..plans.pin_cost import PinCost
-from ..plans.plan import MemoryShares, TaskKind
+from ..plans.plan import MemoryShares
 from ..plans.reasons import Alternative
 
 Section = Literal[
@@ -44,21 +44,6 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
-class TaskTime:
-    """One task of a submesh, in seconds since the start of the step.
-
-    `microbatch` is None for apply.
-    """
-
-    name: str
-    submesh: int
-    kind: TaskKind
-    microbatch: int | None
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Findings:
     """All that a plan does not hold itself.
 
@@ -67,7 +52,7 @@ class Findings:
       cluster: prices collectives one by one.
       kinds: what an argument is, by path: `parameter`, `optimizer state` and the like.
       curves: memory over a step.
-      tasks: when each task of a pipeline runs.
+      tasks: when each task of a pipeline runs: events of a timeline (`runtime`).
       in_flight: by submesh, the most microbatches that it holds at once.
       alternatives: other plans of the step.
       pins: what each pin costs.
@@ -80,7 +65,7 @@ class Findings:
     cluster: Cluster | None = None
     kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     curves: tuple[MemoryCurve, ...] = ()
-    tasks: tuple[TaskTime, ...] = ()
+    tasks: tuple[Any, ...] = ()
     in_flight: tuple[int, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     pins: tuple[PinCost, ...] = ()

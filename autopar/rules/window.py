@@ -86,8 +86,6 @@ def _bind_reduction(op: Operator, operands: Sequence[Any], shard: Shard) -> list
     match op.kind:
         case "reduce_window":  # an initial value for each array
             beyond = operands[num_arrays:]
-        case "select_and_gather_add":  # what is gathered, and what says where
-            num_arrays, beyond = 2, [0, _never_selected(op)]
         case _:
             beyond = [_identity(op)]
     pairs = zip(operands[:num_arrays], beyond, strict=True)
@@ -130,11 +128,10 @@ def reduce_window(op: Operator) -> list[Factor]:
     return window_factors(op, num_scalars=len(op.results))
 
 
-@register("select_and_gather_add", bind=_bind_reduction)
+@register("select_and_gather_add")
 def select_and_gather_add(op: Operator) -> list[Factor]:
     """Linear in what is gathered."""
-    is_real = jnp.issubdtype(op.operand_types[1].dtype, jnp.floating)
-    return window_factors(op, has_halos=bool(is_real)) + pending_sums(op, (0,))
+    return window_factors(op, has_halos=False) + pending_sums(op, (0,))
 
 
 def _never_selected(op: Operator) -> float:

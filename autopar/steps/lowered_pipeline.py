@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
-
-import jax
 
 from ..audit.audit import Audit, AuditRow, Difference
 from ..audit.memory_use import MemoryUse
 from ..errors import AuditError
-from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
-from ..frontend.static_arguments import StaticArguments
 from ..graph.traced_function import TracedFunction
 from ..lowering.programs import SignatureChanged
 from ..pipelines.pipeline import PipelinedStep
 from ..targets.compile_service import refuse_call
+from .lowered_step import call_as_lowered
 from .parallel_plan import Plan
 
 
@@ -149,12 +147,7 @@ class CompiledPipeline:
         `trace.save("step.json")` writes them for ui.perfetto.dev.
         """
         traces: list[Any] = []
-
-        def step(leaves: Sequence[Any]) -> list[Any]:
-            results, trace = self.lowered.step.recorded(leaves)
-            traces.append(trace)
-            return results
-
+        step = partial(self.lowered.step, traces=traces)
         return self._run(step, args, kwargs), traces[0]
 
     def _run(
@@ -167,15 +160,7 @@ class CompiledPipeline:
             refuse_call(target)
         traced = self.lowered.traced
         only_arrays = self.lowered.only_arrays
-        with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
-            tree = jax.tree.structure(call.arguments())
-            if tree != traced.in_tree:
-                raise TypeError(
-                    f"A compiled step must be called with the arguments it was lowered "
-                    f"for, and the same constants in them: {traced.in_tree!s:.200}, "
-                    f"but got {tree!s:.200}; call the parallelized function, or lower "
-                    f"again."
-                )
+        with call_as_lowered(traced, only_arrays, args, kwargs) as call:
             try:
                 results = step(call.leaves)
             except SignatureChanged:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -14,7 +15,7 @@ from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_in_lowered, collectives_on
 from ..audit.replay import Replay, replay_if_known
 from ..clusters.cluster import Cluster
-from ..frontend.calls import open_call
+from ..frontend.calls import Call, open_call
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
 from ..graph.build_graph import tensor_type
@@ -41,6 +42,26 @@ class Traced:
 
     def __repr__(self) -> str:
         return f"<traced {self.fun_name}: {len(self.jaxpr.eqns)} equations>"
+
+
+@contextmanager
+def call_as_lowered(
+    traced: TracedFunction, only_arrays: bool, args: Any, kwargs: Any
+) -> Iterator[Call]:
+    """A call of a compiled step.
+
+    Raises:
+      TypeError: the step was lowered for other trees or constants.
+    """
+    with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
+        tree = jax.tree.structure(call.arguments())
+        if tree != traced.in_tree:
+            raise TypeError(
+                f"A compiled step must be called with the arguments it was lowered "
+                f"for, and the same constants in them: {traced.in_tree!s:.200}, but "
+                f"got {tree!s:.200}; call the parallelized function, or lower again."
+            )
+        yield call
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,16 +116,8 @@ class Compiled:
         """Run one step with arguments of the lowered types, static ones left out."""
         if isinstance(self.compiled, TargetExecutable):
             refuse_call(self.compiled.target.name)
-        only_arrays = self.lowered.only_arrays
-        with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
-            tree = jax.tree.structure(call.arguments())
-            if tree != self.lowered.traced.in_tree:
-                expected, got = str(self.lowered.traced.in_tree), str(tree)
-                raise TypeError(
-                    f"A compiled step must be called with the arguments it was lowered "
-                    f"for, and the same constants in them: {expected:.200}, but got "
-                    f"{got:.200}; call the parallelized function, or lower again."
-                )
+        traced, only_arrays = self.lowered.traced, self.lowered.only_arrays
+        with call_as_lowered(traced, only_arrays, args, kwargs) as call:
             program = self.lowered.program
             self._check_types(call.leaves)
             leaves = program.without_repeats(call.leaves)

@@ -36,7 +36,7 @@ from ..plans.plan import MemoryShares, TriedPlan
 from ..plans.reasons import Alternative
 from ..plans.staged_plan import StagedPlan, with_budget
 from ..report.compiled_figures import CompiledFigures
-from ..report.findings import Findings, MemoryCurve, Section, TaskTime
+from ..report.findings import Findings, MemoryCurve, Section
 from ..report.memory_curves import curve_of_program, curve_of_submesh
 from ..report.method_comparison import compare
 from ..sharding.mesh import MeshShape
@@ -115,7 +115,7 @@ class PipelineOrigin:
             cluster=planned.cluster,
             kinds=self._kinds(),
             curves=tuple(self._curves()),
-            tasks=tuple(map(_task_time, simulation.timeline.events)),
+            tasks=simulation.timeline.events,
             in_flight=simulation.peak_microbatches,
             alternatives=asked.others(self._one_program),
             pins=asked.pins(len(self.options.pins), self._pin_costs),
@@ -258,13 +258,6 @@ class _Asked:
             return ()
         assert isinstance(figures, CompiledFigures), figures
         return figures.named().audits
-
-
-def _task_time(event: Any) -> TaskTime:
-    """An event of a simulation."""
-    task = event.task
-    where = event.submesh, task.kind, task.microbatch
-    return TaskTime(str(task), *where, event.start, event.end)
 
 
 def with_origin(

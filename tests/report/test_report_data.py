@@ -151,7 +151,7 @@ def test_the_timeline_ends_with_the_predicted_step(schedule: str) -> None:
             (task for task in tasks if task.submesh == submesh),
             key=lambda task: (task.start, task.end),
         )
-        idle = set(row.split()) - {task.name for task in own}
+        idle = set(row.split()) - {str(each.task) for each in own}
         assert len(own) + len(idle) == len(row.split())
         assert all("W" in name for name in idle)  # stages without such a program
         for before, after in zip(own, own[1:], strict=False):

