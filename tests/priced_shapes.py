@@ -15,13 +15,12 @@ from autopar.sharding.mesh import MeshShape
 class Planner:
     """Plans whose seconds are given by sizes; the bound is `looseness` below them.
 
-    The solver's cost is `saved` above them; a bound at the cutoff leaves a wide gap.
+    A bound at the cutoff leaves a wide gap.
     """
 
     seconds: dict[tuple[int, ...], float]
     other: float = 9.0
     looseness: float = 0.0
-    saved: float = 0.0
     needs: tuple[int, int, int] = (90, 60, 30)
     is_searched: bool = False
 
@@ -40,10 +39,9 @@ class Planner:
             mesh=mesh, predicted=SimpleNamespace(step_seconds=seconds)
         )
         bound = seconds - self.looseness
-        cost = seconds + self.saved
         is_ended = bound >= cutoff
         gap = 0.3 if is_ended else gap if gap > 1e-3 else 0.0
-        found = SimpleNamespace(bound=bound, cost=cost, gap=gap)
+        found = SimpleNamespace(bound=bound, gap=gap)
         return IntraOpSolution(cast(Any, plan), cast(Any, found), self.is_searched)
 
     @property

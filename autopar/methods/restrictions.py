@@ -37,11 +37,10 @@ class Restriction:
 
     def of(self, kind: str, tensor: int, *, is_write: bool) -> Demand | None:
         """What a vertex of a kind must do with a tensor; None if anything goes."""
-        demands = [self.everywhere]
-        if is_write and kind in ("operator", "port"):
-            demands.insert(0, self.made)
-        if is_write and kind == "home":
-            demands.insert(0, self.homes)
-        if not is_write and kind == "result":
-            demands.insert(0, self.returned)
-        return next((each[tensor] for each in demands if tensor in each), None)
+        narrow: Demands = {}
+        if is_write:
+            narrow = self.homes if kind == "home" else self.made
+        elif kind == "result":
+            narrow = self.returned
+        found = narrow.get(tensor) if kind != "relay" else None
+        return self.everywhere.get(tensor) if found is None else found

@@ -1,7 +1,7 @@
 """Attention in a graph: which operators it is, forward and backward, and what it does.
 
 It is known by its operators, however they are written: their forms
-(`score_algebra.py`) are those of a softmax of scaled, capped, biased and masked
+(`score_algebra.py`) are those of a softmax of scaled, biased and masked
 products, and of the gradient of that.
 """
 

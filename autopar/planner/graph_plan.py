@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 from .. import rules as _rules
@@ -16,6 +17,7 @@ from ..methods.gather_again import gathering_again
 from ..methods.layout_rules import LayoutRules
 from ..methods.named_methods import gathers_again, restrictions_of
 from ..plans.plan import ShardingPlan
+from ..sharding.mesh import MeshShape
 from ..state.placements import placement_pins
 from .auto_layout import auto_layout
 from .budget import BudgetPlanner
@@ -24,7 +26,6 @@ from .intra_op import IntraOpSolution, warn_fallbacks
 from .mesh_search import (
     MANY_OPERATORS,
     TIGHT_GAP,
-    Attempt,
     MeshSearch,
     SearchLimits,
     least_seconds,
@@ -70,22 +71,18 @@ def plan_graph(
         _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
         return known
 
+    plan_on = partial(_plan_on_mesh, request)
     if mesh is None:
         shapes = dividing_first(graph, mesh_shapes(cluster))
         is_long = len(graph.operators()) >= MANY_OPERATORS
-        ends = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
-        meshes = MeshSearch(cluster, shapes, ends)
+        limits = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
+        search = MeshSearch(cluster, plan_on, shapes, limits)
+        solution = search.best()
+        plan = replace(solution.plan, tried=search.others(solution))
+        _log.info("%s: mesh %s of %s", graph.name, plan.mesh, search)
     else:
-        meshes = MeshSearch(cluster, (), SearchLimits(cutoff=cutoff), mesh, gap)
-    for attempt in meshes:
-        try:
-            meshes.add(attempt, _plan_on_mesh(request, attempt))
-        except InfeasiblePlanError as error:
-            meshes.add(attempt, error)
-    solution = meshes.solution
-    plan = replace(solution.plan, tried=meshes.others())
-    if mesh is None:
-        _log.info("%s: %s", graph.name, meshes)
+        solution = plan_on(mesh, gap, cutoff)
+        plan = solution.plan
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
         graph.name,
@@ -98,10 +95,12 @@ def plan_graph(
     return plan
 
 
-def _plan_on_mesh(request: PlanRequest, attempt: Attempt) -> IntraOpSolution:
+def _plan_on_mesh(
+    request: PlanRequest, mesh: MeshShape, gap: float, cutoff: float
+) -> IntraOpSolution:
     """The cheapest plan found on one mesh, among the candidates of `BudgetPlanner`."""
     graph, cluster, options = request.graph, request.cluster, request.options
-    mesh, batch, method = attempt.mesh, request.batch, options.method
+    batch, method = request.batch, options.method
     budget_bytes = options.budget_on(cluster)
     pinned = resolve_pins(options.pins, graph, mesh)
     check_returned_pins(graph, pinned, mesh)
@@ -116,7 +115,7 @@ def _plan_on_mesh(request: PlanRequest, attempt: Attempt) -> IntraOpSolution:
     planner = BudgetPlanner(graph, mesh, cluster, batch, pins, limits)
     if getattr(method, "objective", "time") == "memory":
         return planner.least(budget_bytes)
-    return planner.within(budget_bytes, attempt.gap, attempt.cutoff)
+    return planner.within(budget_bytes, gap, cutoff)
 
 
 def blaming_pins(

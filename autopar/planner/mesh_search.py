@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..clusters.cluster import Cluster
@@ -53,16 +53,8 @@ TIGHT_GAP = 1e-4
 MANY_OPERATORS = 1_500  # from which on a step is long
 _log = logging.getLogger("autopar")
 
-Attempts = Generator["Attempt", None, "Trial"]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A shape to plan on within a gap, or until the bound is the cutoff in seconds."""
-
-    mesh: MeshShape
-    gap: float
-    cutoff: float = math.inf
+# The plan on a shape within a gap; any, as soon as the bound is the cutoff in seconds.
+Planner = Callable[[MeshShape, float, float], IntraOpSolution]
 
 
 @dataclass(frozen=True)
@@ -88,35 +80,32 @@ NO_LIMITS = SearchLimits()
 class Trial:
     """A shape, what a step takes on it, and the bound; infinite where nothing fits.
 
-    `is_ended`: the solution was ended, its bound being above the cutoff.
-    `is_ruled_out`: and its plan takes no less.
-    `is_searched`: memory binds, so the plan was searched for within the budget.
+    `is_ended`: the solution was ended, its bound being above the cutoff; `seconds` are
+    then the bound.
     """
 
     mesh: MeshShape
-    seconds: float
-    bound_seconds: float
-    gap: float
+    seconds: float = math.inf
+    bound_seconds: float = math.inf
     solution: IntraOpSolution | None = None
     error: InfeasiblePlanError | None = None
     is_ended: bool = False
-    is_ruled_out: bool = False
-    is_searched: bool = False
 
     @property
-    def least_seconds(self) -> float:
-        """What a step takes, or at least if the shape is ruled out."""
-        return self.bound_seconds if self.is_ruled_out else self.seconds
+    def is_searched(self) -> bool:
+        """Whether memory binds, so that a plan was searched for within the budget."""
+        return self.solution is None or self.solution.is_searched
 
     @property
     def cutoff(self) -> float:
         """Seconds that another shape must stay below."""
-        return self.least_seconds * (1 - WORTH)
+        return self.seconds * (1 - WORTH)
 
     def __str__(self) -> str:
-        if self.is_ruled_out:
-            return f"{self.mesh} over {format_seconds(self.bound_seconds)}"
-        return f"{self.mesh} {_seconds_text(self.seconds)}"
+        if self.error is not None:
+            return f"{self.mesh} does not fit"
+        over = "over " if self.is_ended else ""
+        return f"{self.mesh} {over}{format_seconds(self.seconds)}"
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -141,70 +130,51 @@ def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
 
 @dataclass
 class MeshSearch:
-    """The shapes to plan on, one after the other, as the plans on those before ask.
-
-    Each attempt that it gives is answered by `add` before the next; see the top of the
-    file. `named` is the one shape to plan on, within `gap`, where there is no choice.
-
-    Raises (where it goes on):
-      InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
-        least budget.
-    """
+    """The shapes that are planned on, as the plans on those before ask."""
 
     cluster: Cluster
-    shapes: Sequence[MeshShape] = ()
+    plan: Planner
+    shapes: Sequence[MeshShape]
     limits: SearchLimits = NO_LIMITS
-    named: MeshShape | None = None
-    gap: float = TIGHT_GAP
     trials: dict[MeshShape, Trial] = field(default_factory=dict)
-    best: Trial | None = None
 
-    def __iter__(self) -> Iterator[Attempt]:
-        if self.named is not None:
-            self.best = yield from self._try(self.named, self.gap)
-            if self.best.error is not None:
-                raise self.best.error
-            return
-        best = self.best = yield from self._first_that_fits()
-        while (better := (yield from self._better_neighbour(best))) is not None:
-            best = self.best = better
+    def best(self) -> IntraOpSolution:
+        """The plan on the best shape.
+
+        Raises:
+          InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
+            least budget.
+        """
+        best = self._first_that_fits()
+        while (better := self._better_neighbour(best)) is not None:
+            best = better
         if self._may_tighten(best):
-            self.best = yield from self._try(best.mesh, TIGHT_GAP)
+            best = self._try(best.mesh, TIGHT_GAP)
+        assert best.solution is not None, "what is best has a plan"
+        return best.solution
 
-    @property
-    def solution(self) -> IntraOpSolution:
-        """The plan on the best shape."""
-        assert self.best is not None and self.best.solution is not None
-        return self.best.solution
-
-    def __str__(self) -> str:
-        mesh = self.solution.plan.mesh
-        tried = ", ".join(map(str, self.trials.values()))
-        return f"mesh {mesh} of {len(self.shapes)} aligned shapes; tried {tried}"
-
-    def others(self) -> tuple[TriedPlan, ...]:
+    def others(self, best: IntraOpSolution) -> tuple[TriedPlan, ...]:
         """The best plans on other shapes, of those that were solved to their end."""
         return tuple(
             TriedPlan(f'mesh="{each.mesh}"', each.solution.plan.predicted)
             for each in self.trials.values()
             if each.solution is not None
-            and each.solution is not self.solution
-            and not each.is_ruled_out
+            and each.solution is not best
+            and not each.is_ended
         )
 
-    def add(
-        self, attempt: Attempt, found: IntraOpSolution | InfeasiblePlanError
-    ) -> None:
-        """Notes what planning on a shape led to."""
-        self.trials[attempt.mesh] = _trial(attempt, found)
+    def __str__(self) -> str:
+        tried = ", ".join(map(str, self.trials.values()))
+        return f"{len(self.shapes)} aligned shapes; tried {tried}"
 
     def _may_tighten(self, best: Trial) -> bool:
-        is_loose = TIGHT_GAP < best.gap <= LOOSE_GAP  # wider is all that could be had
+        if best.is_searched or best.is_ended or best.solution is None:
+            return False
         takes_long = self.limits.is_long and best.mesh.num_axes == MAX_AXES
-        is_done = best.is_searched or best.is_ruled_out
-        return is_loose and not is_done and not takes_long
+        # Wider than loose is all that could be had.
+        return not takes_long and TIGHT_GAP < best.solution.assignment.gap <= LOOSE_GAP
 
-    def _first_that_fits(self) -> Attempts:
+    def _first_that_fits(self) -> Trial:
         """One axis; where nothing fits, one for each level, then one of the finest.
 
         Or others that come first, as they divide more. To find that nothing fits takes
@@ -212,36 +182,33 @@ class MeshSearch:
         do clearly down.
         """
         finest = [each for each in self.shapes[2:] if each.num_axes == MAX_AXES]
-        needs: list[float] = []
+        errors: list[InfeasiblePlanError] = []
         for mesh in (*self.shapes[:2], *finest[:1]):
+            needs = [_least_budget(each) for each in errors]
             if len(needs) == 2 and min(needs) > HELPS * max(needs):
                 break
-            trial = yield from self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
+            trial = self._try(mesh, LOOSE_GAP if errors else TIGHT_GAP)
             if trial.error is None:
                 return trial
-            needs.append(trial.error.least_budget_bytes or math.inf)
-        raise _least_infeasible(list(self.trials.values()))
+            errors.append(trial.error)
+        raise min(errors, key=_least_budget)
 
-    def _better_neighbour(self, best: Trial) -> Generator[Attempt, None, Trial | None]:
-        is_far = best.least_seconds > FAR * self.limits.floor_seconds
+    def _better_neighbour(self, best: Trial) -> Trial | None:
+        is_far = best.seconds > FAR * self.limits.floor_seconds
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
             if sum(each.is_searched for each in self.trials.values()) >= MOST_SEARCHED:
                 return None
-            trial = yield from self._try(mesh, LOOSE_GAP, self._cutoff(best))
-            if self._is_better(trial, best):
+            trial = self._try(mesh, LOOSE_GAP, self._cutoff(best))
+            is_first = best.is_ended and not trial.is_ended and trial.error is None
+            if is_first or trial.seconds < best.cutoff:
                 return trial
         return None
 
-    def _is_better(self, trial: Trial, best: Trial) -> bool:
-        if best.is_ruled_out and not trial.is_ruled_out:
-            return trial.error is None
-        return trial.least_seconds < best.cutoff
-
     def _cutoff(self, best: Trial) -> float:
         """What another shape must stay below, if the best so far is of any use."""
-        return self.limits.cutoff if best.is_ruled_out else best.cutoff
+        return self.limits.cutoff if best.is_ended else best.cutoff
 
     def _may_pay(self, mesh: MeshShape, best: Trial) -> bool:
         """Whether no bound that is known rules a shape out, nor its many equal axes."""
@@ -254,46 +221,23 @@ class MeshSearch:
                 bounds.append(trial.bound_seconds)
         return max(bounds) < self._cutoff(best)
 
-    def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Attempts:
-        """A plan on a shape; solved to the end if it may take less than the cutoff.
-
-        A plan may take less than the solver's cost, as copies are made of copies. What
-        was ended early may do so by much.
-        """
+    def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
+        """A plan on a shape, if it may take less than the cutoff."""
         if self.limits.is_long:
             _log.info("planning on %s", mesh)
-        least = min(cutoff, self.limits.cutoff)
-        yield Attempt(mesh, gap, least)
-        if self.trials[mesh].is_ended and not self.trials[mesh].is_ruled_out:
-            yield Attempt(mesh, gap)
+        cutoff = min(cutoff, self.limits.cutoff)
+        try:
+            found = self.plan(mesh, gap, cutoff)
+        except InfeasiblePlanError as error:
+            self.trials[mesh] = Trial(mesh, error=error.without_frames())
+            return self.trials[mesh]
+        seconds, solved = found.plan.predicted.step_seconds, found.assignment
+        is_ended = solved.bound >= cutoff and solved.gap > gap
+        bound = solved.bound if is_ended else min(solved.bound, seconds)
+        seconds = bound if is_ended else seconds
+        self.trials[mesh] = Trial(mesh, seconds, bound, found, is_ended=is_ended)
         return self.trials[mesh]
 
 
-def _trial(attempt: Attempt, found: IntraOpSolution | InfeasiblePlanError) -> Trial:
-    if isinstance(found, InfeasiblePlanError):
-        error = found.without_frames()
-        worst = attempt.mesh, math.inf, math.inf, 0.0
-        return Trial(*worst, error=error, is_searched=True)
-    seconds, solved = found.plan.predicted.step_seconds, found.assignment
-    is_ended = solved.bound >= attempt.cutoff and solved.gap > attempt.gap
-    return Trial(
-        *(attempt.mesh, seconds, min(solved.bound, seconds), solved.gap, found),
-        is_ended=is_ended,
-        is_ruled_out=is_ended and _least_of(found) >= attempt.cutoff,
-        is_searched=found.is_searched,
-    )
-
-
-def _least_of(solution: IntraOpSolution) -> float:
-    """The bound, less what the plan takes below the solver's cost."""
-    found, seconds = solution.assignment, solution.plan.predicted.step_seconds
-    return found.bound - max(found.cost - seconds, 0.0)
-
-
-def _least_infeasible(trials: Sequence[Trial]) -> InfeasiblePlanError:
-    errors = [trial.error for trial in trials if trial.error is not None]
-    return min(errors, key=lambda error: error.least_budget_bytes or math.inf)
-
-
-def _seconds_text(seconds: float) -> str:
-    return format_seconds(seconds) if math.isfinite(seconds) else "does not fit"
+def _least_budget(error: InfeasiblePlanError) -> float:
+    return error.least_budget_bytes or math.inf

@@ -96,12 +96,6 @@ def _takes_padding(op: Operator, factor: Factor) -> bool:
     return op.kind in _REDUCING if is_reduced else True
 
 
-def factor_along(op: Operator, dim: int) -> Factor | None:
-    """The factor that cuts the first result along `dim`."""
-    found = (f for f in factors_of(op) if f.results and f.results[0] == dim)
-    return next(found, None)
-
-
 def padded_shapes(
     op: Operator, factors: list[PaddedFactor]
 ) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:

@@ -23,22 +23,18 @@ from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
 from ..microbatches.microbatch_runners import WholeRunner
-from ..rules.base import Factor, Shard, bind_params, rule_of
-from ..rules.elementwise import NARY, UNARY
-from ..rules.random import counts_positions
+from ..rules.base import Factor, Shard, rule_of
 from ..sharding.mesh import MeshShape
 from .padded_factors import (
     Neutral,
     PaddedFactor,
     Shape,
-    factor_along,
     padded_shapes,
     padding_factors,
 )
 
 _SCOPE = "padded_argument"
 _PROMISES = ("indices_are_sorted", "unique_indices")  # padding does not keep them
-_FREE = frozenset((*UNARY, *NARY, "iota", "broadcast_in_dim", "random_bits"))
 _KEEP_ZERO = ("convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
 
 
@@ -90,9 +86,12 @@ class _PaddedRunner(WholeRunner):
         self.padded = padded
         self.zero: set[int] = set()
         self.wanted: dict[int, Sequence[Shape]] = {}
-        self.made_by = {tensor: op for op in graph.operators() for tensor in op.results}
-        self.free: dict[tuple[int, int], bool] = {}  # by tensor and dim
         self.copies: dict[int, dict[Any, Any]] = {}  # of other shapes, or masked
+        self.filled = {
+            op.results[0]: op.operands[0]
+            for op in graph.operators()
+            if op.kind == "broadcast_in_dim" and not op.operand_types[0].rank
+        }
 
     def write(self, tensor: int, value: Any) -> None:
         super().write(tensor, value)
@@ -162,8 +161,6 @@ class _PaddedRunner(WholeRunner):
         self.mask_reduced(op, factors, operands)
         if op.operands and op.operands[0] in self.zero and op.kind in _KEEP_ZERO:
             self.zero.update(op.results)
-        if op.kind in ("iota", "random_bits"):  # the rule's count from an offset
-            return bind_params(op, operands, shape=made[0])
         own = [each.factor for each in factors]
         shard = _PaddedShard(
             MeshShape(tuple(f"padding{i}" for i in range(len(own))), (1,) * len(own)),
@@ -228,61 +225,15 @@ class _PaddedRunner(WholeRunner):
         if isinstance(operand, Constant):
             return _lengthened(value, shape)
         copies = self.copies[operand]
+        filled = self.filled.get(operand)
+        if shape not in copies and filled is not None:
+            copies[shape] = lax.broadcast(as_array(self.value(filled)), shape)
         if shape not in copies:
-            copies[shape] = self.resized(operand, value, shape)
+            ends = tuple(map(min, value.shape, shape))
+            if ends != value.shape:
+                value = lax.slice(value, (0,) * len(ends), ends)
+            copies[shape] = _lengthened(value, shape)
         return copies[shape]
-
-    def resized(self, tensor: int, value: Any, shape: Shape) -> Any:
-        longer = [dim for dim, size in enumerate(shape) if size > value.shape[dim]]
-        if longer and self.could_be(tensor, shape):
-            return self.made_longer(tensor, shape)
-        ends = tuple(map(min, value.shape, shape))
-        if ends != value.shape:
-            value = lax.slice(value, (0,) * len(ends), ends)
-        return _lengthened(value, shape) if longer else value
-
-    def could_be(self, operand: Operand, shape: Shape) -> bool:
-        """Whether a value that is not padded could as well be made in a longer shape.
-
-        Iotas, broadcasts, random bits and what is made of them element by element cost
-        nothing more so.
-        """
-        true = self.true_shape(operand)
-        if isinstance(operand, Constant) or self.values[operand].shape != true:
-            return False
-        dims = [dim for dim, size in enumerate(shape) if size != true[dim]]
-        return all(self.is_free(operand, dim) for dim in dims)
-
-    def is_free(self, tensor: int, dim: int) -> bool:
-        """Whether the operator that made a tensor could have made it longer."""
-        if (tensor, dim) not in self.free:
-            self.free[tensor, dim] = self.find_free(tensor, dim)
-        return self.free[tensor, dim]
-
-    def find_free(self, tensor: int, dim: int) -> bool:
-        op = self.made_by.get(tensor)
-        if op is None or op.kind not in _FREE:
-            return False
-        if op.kind == "random_bits":  # whose positions are counted row-major
-            is_major = all(size == 1 for size in self.true_shape(tensor)[:dim])
-            return is_major and counts_positions(as_array(self.value(op.operands[0])))
-        factor = factor_along(op, dim)
-        return factor is not None and all(
-            state < 0 or isinstance(operand, int) and self.is_free(operand, state)
-            for operand, state in zip(op.operands, factor.operands, strict=True)
-        )
-
-    def made_longer(self, tensor: int, shape: Shape) -> Any:
-        """A tensor as its operator makes it of longer operands."""
-        op = self.made_by[tensor]
-        factors = []
-        for dim, true in enumerate(self.true_shape(tensor)):
-            if shape[dim] != true:
-                factor = factor_along(op, dim)
-                assert factor is not None, op.name
-                factors.append(PaddedFactor(factor, shape[dim], true))
-        with equation_context(op.eqn), user_context(op.eqn):
-            return self.bind_padded(op, factors)[0]
 
     # Loops and branches.
 
@@ -290,8 +241,7 @@ class _PaddedRunner(WholeRunner):
         """Operands of a loop or conditional; says what its blocks must return.
 
         A scan reads its slices whole along the dim that it goes through. What is
-        carried stays as long as it begins; what could begin longer does, as what is
-        beside it.
+        carried is as long as what is beside it.
         """
         shapes, sizes = [], dict[int, int]()  # padded by true
         params, first, count = op.params, 0, 0
@@ -310,11 +260,8 @@ class _PaddedRunner(WholeRunner):
         def like_others(shape: Shape) -> Shape:
             return tuple(sizes.get(size, size) for size in shape)
 
-        for position in range(first, first + count):
-            longer = like_others(shapes[position])
-            if self.could_be(op.operands[position], longer):
-                shapes[position] = longer
-        wanted = shapes[first : first + count]
+        carried = slice(first, first + count)
+        wanted = shapes[carried] = list(map(like_others, shapes[carried]))
         if op.kind == COND:
             wanted = [like_others(kind.shape) for kind in op.result_types]
         for body in op.bodies[1:] if op.kind == WHILE else op.bodies:

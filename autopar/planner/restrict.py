@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..methods.restrictions import Demand, Demands, Restriction
+from ..methods.restrictions import Demand, Restriction
 from ..sharding.spec import REPLICATED, TURN, Spec, dims_of, format_spec
 from .equal_rows import equal_rows
 from .pin_choices import ChoicePins
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices
 from .strategies import operators_to_split, strategy_seconds, tensor_specs
-from .vertices import Access, Accesses, Vertex
+from .vertices import Access, Vertex
 
 _EPSILON = 1e-9
 _LESS_WEIGHT = 1e-3
@@ -76,9 +76,7 @@ def _restricted(
 ) -> ShardingProblem:
     restricted, columns = _Restricted(problem, restrictions, cluster), problem.vertices
     examples, kind = _kinds(problem, restrictions, restricted.must_split)
-    order = np.argsort(examples)  # the first that is impossible is told of
-    seconds = [restricted.seconds(columns[at]) for at in examples[order].tolist()]
-    kind = np.argsort(order)[kind]
+    seconds = [restricted.seconds(columns[at]) for at in examples]
     count = len(seconds)
     for relay in set(_relays_too_small(problem, seconds, kind)):
         kind[relay] = count + columns.pattern[relay]
@@ -90,56 +88,27 @@ def _kinds(
     problem: ShardingProblem,
     restrictions: Sequence[Restriction],
     must_split: Collection[int],
-) -> tuple[np.ndarray, np.ndarray]:
-    """One vertex of each kind, by pattern and what is demanded; the kind of each."""
-    columns, count = problem.vertices, len(problem.graph.tensors)
-    of_pattern = [each.kind for each in columns.patterns]
-    kind_of = np.array(of_pattern)[columns.pattern]
-    splits = np.isin(problem.graph.columns.index[columns.row], sorted(must_split))
-    keys = [columns.pattern, splits & (columns.row >= 0)]
-    for each in restrictions:
-        everywhere, made, homes, preferred, returned = (
-            _numbered(demands, count)
-            for demands in (
-                *(each.everywhere, each.made, each.homes),
-                *(each.preferred, each.returned),
-            )
-        )
-        writes, reads = columns.writes, columns.reads
-        by = kind_of[writes.vertex]
-        is_made, is_home = np.isin(by, ("operator", "port")), by == "home"
-        keys += _by_place(
-            writes,
-            everywhere[writes.tensor],
-            made[writes.tensor] * is_made,
-            homes[writes.tensor] * is_home,
-            preferred[writes.tensor] * is_home,
-        )
-        is_result = kind_of[reads.vertex] == "result"
-        keys += _by_place(
-            reads, everywhere[reads.tensor], returned[reads.tensor] * is_result
-        )
-    return equal_rows(*keys)
-
-
-def _numbered(demands: Demands, count: int) -> np.ndarray:
-    """[tensors] the number of each one's demand, 0 for none."""
-    numbers: dict[Demand, int] = {}
-    found = np.zeros(count, np.intp)
-    for tensor, demand in demands.items():
-        found[tensor] = numbers.setdefault(demand, len(numbers) + 1)
-    return found
-
-
-def _by_place(accesses: Accesses, *columns: np.ndarray) -> Iterator[np.ndarray]:
-    """[vertices] what is said of the first access of each, of the second and so on."""
-    number = equal_rows(*columns)[1] + 1 if len(accesses.tensor) else columns[0]
-    counts = np.diff(accesses.start)
-    for place in range(int(counts.max(initial=0))):
-        has_one = np.flatnonzero(counts > place)
-        found = np.zeros(len(counts), np.intp)
-        found[has_one] = number[accesses.start[has_one] + place]
-        yield found
+) -> tuple[list[int], np.ndarray]:
+    """The first vertex of each kind, by pattern and what is demanded; kinds of all."""
+    columns, operators = problem.vertices, problem.graph.operators()
+    numbers: dict[object, int] = {}
+    examples: list[int] = []
+    found: list[int] = []
+    accesses = columns.writes.tensors(), columns.reads.tensors()
+    own = columns.pattern.tolist(), columns.row.tolist()
+    vertices = zip(*own, *accesses, strict=True)
+    for vertex, (pattern, row, written, read) in enumerate(vertices):
+        kind = columns.patterns[pattern].kind
+        demands = [pattern, row >= 0 and operators[row].index in must_split]
+        for each in restrictions:
+            demands += [each.of(kind, tensor, is_write=True) for tensor in written]
+            demands += [each.of(kind, tensor, is_write=False) for tensor in read]
+            demands += [each.preferred.get(t) for t in written if kind == "home"]
+        number = numbers.setdefault(tuple(demands), len(examples))
+        if number == len(examples):
+            examples.append(vertex)
+        found.append(number)
+    return examples, np.array(found, np.intp)
 
 
 def _relays_too_small(

@@ -180,26 +180,19 @@ def has(form: Form, other: Atom) -> bool:
     return any(is_made_of(atom, other) for monomial in form for atom, _ in monomial)
 
 
-def derivative(form: Form, by: Atom) -> Form:
-    """By an atom; of functions tanh alone is known.
+def slope(form: Form, by: Atom) -> Form:
+    """What an atom is multiplied with in a form.
 
     Raises:
-      NotAttention: another function of it is there.
+      NotAttention: a function of it is there.
     """
     parts = []
     for monomial, factor in form.items():
         for atom, n in monomial:
-            if not is_made_of(atom, by):
-                continue
-            rest = _joined(monomial, frozenset({(atom, -1)}))
-            outer: Form = {rest: factor * n}
-            if atom != by:
-                if atom[0] != "tanh":
-                    raise NotAttention(f"the {atom[0]} of its scores is taken")
-                slope = opposite(power(of(atom), 2))
-                outer = multiply(outer, slope)
-                outer = multiply(outer, derivative(dict(atom[-1]), by))
-            parts.append(outer)
+            if atom == by and n == 1:
+                parts.append({monomial - {(by, 1)}: factor})
+            elif is_made_of(atom, by):
+                raise NotAttention(f"the {atom[0]} of its scores is taken")
     return add(*parts)
 
 

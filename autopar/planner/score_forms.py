@@ -221,7 +221,6 @@ _FUNCTIONS: Mapping[str, Any] = {
     "square": lambda op, x: algebra.power(x, 2),
     "exp": lambda op, x: algebra.exponential(x),
     "log": lambda op, x: algebra.logarithm(x),
-    "tanh": lambda op, x: algebra.function("tanh", "", x),
     "max": _maximum,
     "ge": lambda op, x, y: _at_least(op, x, y, 0),
     "gt": lambda op, x, y: _at_least(op, x, y, 1),

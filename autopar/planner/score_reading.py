@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -14,7 +13,6 @@ from .score_forms import ScoreForms
 
 _LOW = -65504.0  # the least of float16: no score is below
 _MOST_MASKS = 6
-_OF_RAW = frozenset({(RAW, 1)})
 Side = tuple[int, Labels]  # a tensor, and its dims of the scores
 
 
@@ -46,19 +44,14 @@ def read_scores(
         weighted = algebra.multiply(softmax, d_p)
         mean = algebra.summed(weighted, size, forms.is_row)
         d_x = algebra.subtract(weighted, algebra.multiply(softmax, mean))
-        expected = algebra.multiply(algebra.derivative(x, RAW), d_x)
+        expected = algebra.multiply(algebra.slope(x, RAW), d_x)
         if algebra.subtract(forms.of(gradient), expected):
             raise NotAttention("what comes back is not the gradient of its scores")
     kept, low, masks = _kept(x)
     scores, row, sides = _scores(forms, kept, low, masks)
-    factor = algebra.with_values(factor, masks)
-    if factor == algebra.number(1.0):
-        return scores, row, sides
-    ((monomial, share), *more) = factor.items()
-    atom = algebra.only(monomial)
-    if more or not (algebra.is_bool(atom) and SIDE in atom):
-        raise NotAttention("its weights are changed after the softmax")
-    return replace(scores, dropped=share), row, [*sides, (atom[-2], atom[-1])]
+    if algebra.with_values(factor, masks) != algebra.number(1.0):
+        raise NotAttention("its weights are changed after the softmax, as by dropout")
+    return scores, row, sides
 
 
 def _kept(x: Form) -> tuple[Form, float | None, Mapping[Atom, float]]:
@@ -100,13 +93,11 @@ def _low(lows: Sequence[Form], kept: Form) -> float | None:
 def _scores(
     forms: ScoreForms, kept: Form, low: float | None, masks: Mapping[Atom, float]
 ) -> tuple[Scores, int | None, list[Side]]:
-    scale, cap, biases = 0.0, 0.0, list[tuple[float, Side]]()
+    scale, biases = 0.0, list[tuple[float, Side]]()
     for monomial, factor in kept.items():
         atom = algebra.only(monomial)
         if atom == RAW and not scale:
             scale = factor
-        elif atom[0] == "tanh" and not scale and [m for m, _ in atom[-1]] == [_OF_RAW]:
-            cap, scale = factor, factor * dict(atom[-1])[_OF_RAW]
         elif atom[0] == SIDE and algebra.RAW not in atom:
             biases.append((factor, (atom[1], atom[2])))
         else:
@@ -123,7 +114,7 @@ def _scores(
         row, name, end = _end(dict(atom[-1]), bool(value), forms.keys)
         ends[name] = min(end, ends.get(name, end))
     found = Scores(
-        *(scale, cap, tuple(factor for factor, _ in biases), tuple(wanted)),
+        *(scale, tuple(factor for factor, _ in biases), tuple(wanted)),
         low=-inf if low is None else low,
         **ends,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -90,6 +91,11 @@ class Accesses:
         start = np.searchsorted(columns[:, 0], np.arange(num_vertices + 1))
         vertex, tensor, choices = columns[:, :3].T.copy()
         return cls(start, vertex, tensor, choices, columns[:, 3:])
+
+    def tensors(self) -> Iterator[list[int]]:
+        """Those of each vertex."""
+        tensor = self.tensor.tolist()
+        return (tensor[begin:end] for begin, end in pairwise(self.start.tolist()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,19 +29,16 @@ Names = tuple[int, ...]  # labels of the dims that have one
 class Scores:
     """What a softmax is taken of: `scale` times a product, and what follows.
 
-    With a `cap` that is c tanh(x / c). `biases` are factors of the first sides, which
-    are added, `masks` whether the other sides are to be true or false; `low` is what
-    stands for the rest. If some weights are `dropped`, which the last side says, the
-    others are multiplied by that. The last and the first key that a query reads are
-    `after` and `before` positions from its own; None is no end.
+    `biases` are factors of the first sides, which are added, `masks` whether the other
+    sides are to be true or false; `low` is what stands for the rest. The last and the
+    first key that a query reads are `after` and `before` positions from its own; None
+    is no end.
     """
 
     scale: float
-    cap: float = 0.0
     biases: tuple[float, ...] = ()
     masks: tuple[bool, ...] = ()
     low: float = 0.0
-    dropped: float = 0.0
     before: int | None = None
     after: int | None = None
 
@@ -134,8 +131,6 @@ class Attention:
         scores, count = self.scores, len(self.scores.biases)
         size = raw.shape[self.raw.index(self.keys)]
         x = scores.scale * raw.astype(wide(self.score_dtype))
-        if scores.cap:
-            x = scores.cap * jnp.tanh(x / scores.cap)
         columns = [
             self._like_raw(self._column(side, labels, key, size), labels)
             for side, labels in zip(sides, self.sides, strict=True)
@@ -147,16 +142,6 @@ class Attention:
         if masks:
             x = jnp.where(reduce(jnp.logical_and, masks), x, scores.low)
         return self._as_table(x)
-
-    def with_dropout(
-        self, weights: jax.Array, sides: Sequence[jax.Array], key: Any
-    ) -> jax.Array:
-        """Weights, or their gradients, of which some are dropped."""
-        if not self.scores.dropped:
-            return weights
-        column = self._column(sides[-1], self.sides[-1], key, weights.shape[-1])
-        kept = self._as_table(self._like_raw(column, self.sides[-1]))
-        return jnp.where(kept, self.scores.dropped * weights, 0.0)
 
     def _as_table(self, x: jax.Array) -> jax.Array:
         x = without_units(x, self.raw)

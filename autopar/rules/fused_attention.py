@@ -122,8 +122,8 @@ def why_not_fused(
     `shapes` and `dtypes` are those of queries, keys and values.
     """
     scores, sizes = a.scores, a.sizes(*shapes)
-    if a.sides or scores.cap:
-        return "its scores are capped, or meet a bias, a mask of data or dropout"
+    if a.sides:
+        return "its scores meet a bias or a mask of data"
     if not a.rows or scores.after not in (0, None):
         return "its mask is neither causal nor a window"
     if scores.before is not None and (scores.after is None or scores.before < 0):

@@ -78,11 +78,6 @@ class _Blocks:
         key = number * scores.shape[a.raw.index(a.keys)]
         return a.input_of(scores, self.sides, self.row, key)
 
-    def with_dropout(self, weights: jax.Array, number: Any) -> jax.Array:
-        """Weights of block `number` of keys, or their gradients, some dropped."""
-        key = number * weights.shape[-1]
-        return self.attention.with_dropout(weights, self.sides, key)
-
 
 def _product(
     left: jax.Array,
@@ -134,7 +129,7 @@ def attend(
         most = jnp.max(x, axis=-1)
         new_top = most if top is None else jnp.maximum(top, most)
         p = jnp.exp(x - _finite(new_top)[..., None])
-        weights = blocks.with_dropout(p, number).astype(v.dtype)
+        weights = p.astype(v.dtype)
         weighted = blocks.product(weights, v, (a.table, a.v, a.o))
         weighted = weighted.astype(wide(a.o_dtype))
         here = jnp.sum(p, axis=-1)
@@ -199,11 +194,10 @@ def attend_backward(
         )
         p = jnp.exp(x - total[..., None])
         d_p = blocks.product(d_o, v_here, (a.o, a.v, a.table))
-        d_p = blocks.with_dropout(d_p, number)
         (d_scores,) = back((p * (d_p - delta[..., None])).astype(x.dtype))
         d_q += blocks.product(d_scores, k_here, (a.raw, a.k, a.d_q))
         more_k = blocks.product(d_scores, q, (a.raw, a.q, a.d_k)).astype(types[1])
-        weights = blocks.with_dropout(p, number).astype(v.dtype)
+        weights = p.astype(v.dtype)
         more_v = blocks.product(weights, d_o, (a.table, a.o, a.d_v)).astype(types[2])
         d_k, d_v = d_k + more_k, d_v + more_v
         if hop < ring.count - 1:

@@ -82,15 +82,15 @@ ATTENTIONS = {
     "plain": softmax_attention(),
     "causal": softmax_attention(causal),
     "added mask": softmax_attention(lambda x: x + jnp.where(TRIANGLE, 0.0, -1e9)),
-    "capped": softmax_attention(lambda x: 5 * jnp.tanh(x / 5)),
     "by hand": softmax_attention(softmax=by_hand),
-    "dropout": softmax_attention(change_weights=dropped),
     "matmul": by_matmul,
     "recomputed": jax.checkpoint(softmax_attention(causal)),
     "in a loop": in_a_loop,
     "jax.nn": jax.nn.dot_product_attention,
 }
 OTHERS = {
+    "capped": softmax_attention(lambda x: 5 * jnp.tanh(x / 5)),
+    "dropout": softmax_attention(change_weights=dropped),
     "weights squared": softmax_attention(change_weights=jnp.square),
     "normed": softmax_attention(lambda x: x - x.mean(-1, keepdims=True)),
     "doubled softmax": softmax_attention(change_weights=jax.nn.softmax),

@@ -116,7 +116,7 @@ def test_programs_for_gpus_call_cudnn() -> None:
     ("attention", "why"),
     [
         (softmax_attention(change_weights=dropped), "dropout"),
-        (softmax_attention(lambda x: 5 * jnp.tanh(x / 5)), "capped"),
+        (softmax_attention(lambda x: 5 * jnp.tanh(x / 5)), "tanh"),
         (built_in(local_window_size=(2, 2)), "neither causal nor a window"),
         (softmax_attention(softmax=jax.nn.sigmoid), ""),
     ],
