@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph, tensor_type
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import tensors_of, updates_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..option_values import MicrobatchSemantics
@@ -39,8 +39,15 @@ from ..sharding.spec import MAX, MIN, SUM, State
 from .example_flow import ExampleFlow
 from .microbatch_flow import Phases
 from .microbatch_runners import WholeRunner
-from .microbatch_step import Leaving, MicrobatchedStep, exact_step, leaving_tensors
-from .microbatches import BatchCoupledError, batch_size_of, split_microbatches
+from .microbatches import (
+    BatchCoupledError,
+    Leaving,
+    MicrobatchedStep,
+    batch_size_of,
+    exact_step,
+    leaving_tensors,
+    split_microbatches,
+)
 
 _DIFFERENTIATED = ("jvp(", "transpose(")  # name scopes that jax.grad leaves
 
@@ -273,7 +280,7 @@ def _joined_parts(
 
 @dataclass(frozen=True)
 class _Flow:
-    """What of a microbatch's graph reads the batch, and what is made of gradients."""
+    """What of a microbatch's graph reads the batch, and what is done with gradients."""
 
     graph: OpGraph
     batch: frozenset[int]
@@ -283,25 +290,16 @@ class _Flow:
     @cached_property
     def of_batch(self) -> frozenset[int]:
         """Tensors that depend on the batch."""
-        return self._descendants(self.batch, lambda op: False)
-
-    @cached_property
-    def of_gradients(self) -> frozenset[int]:
-        """Tensors that are gradients of the batch, or depend on them."""
-        return self._descendants(frozenset(), self._is_backward)
-
-    def _descendants(
-        self, sources: frozenset[int], is_source: Callable[[Operator], bool]
-    ) -> frozenset[int]:
-        found = set(sources)
+        found = set(self.batch)
         for op in self.graph.blocks[0].operators:
-            if is_source(op) or not found.isdisjoint(tensors_of(op.operands)):
+            if not found.isdisjoint(tensors_of(op.operands)):
                 found.update(op.results)
         return frozenset(found)
 
-    def _is_backward(self, op: Operator) -> bool:
-        is_of_batch = not self.of_batch.isdisjoint(tensors_of(op.operands))
-        return is_of_batch and "transpose(" in op.name
+    @cached_property
+    def updates(self) -> frozenset[int]:
+        """Operators on gradients, by index."""
+        return updates_of(self.graph.blocks[0].operators)
 
     def phases(self, sums_stay_apart: bool) -> Phases:
         """What the loop needs comes before it, what is made of gradients behind."""
@@ -335,7 +333,7 @@ class _Flow:
                 return True
         if any(scope in op.name for scope in _DIFFERENTIATED):
             return False
-        return not (self.of_gradients | self.extremes).isdisjoint(reads)
+        return op.index in self.updates or not self.extremes.isdisjoint(reads)
 
 
 def _check_updates(flow: _Flow, roles: Roles) -> None:
@@ -345,7 +343,7 @@ def _check_updates(flow: _Flow, roles: Roles) -> None:
         operand = None if output is None else graph.outputs[output]
         if operand not in flow.of_batch or operand in flow.extremes:
             continue
-        if not flow.of_gradients:
+        if not flow.updates:
             raise ValueError(
                 f"Independent microbatches need gradients that jax.grad (or vjp) made, "
                 f"to tell the update from what is averaged, but {each.path} is updated "

@@ -27,7 +27,7 @@ from ..graph.work import is_heavy_operator
 from ..methods.place_operators import PlaceOperators
 from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.microbatch_flow import Phases
-from ..microbatches.microbatch_step import MicrobatchedStep
+from ..microbatches.microbatches import MicrobatchedStep
 from ..options import Options
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
