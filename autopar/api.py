@@ -64,7 +64,7 @@ from .options import (
 from .pipelines.pipeline_choice import plan_call
 from .pipelines.pipeline_plan import PlannedPipeline
 from .pipelines.state_init import PlacedInit, placed_state, stage_homes, whole_homes
-from .pipelines.traced_init import noting_state, step_call, trace_init
+from .pipelines.traced_init import step_call, trace_init
 from .planner.attention_trace import with_fused_attention
 from .planner.planned import Planned
 from .planner.signatures import tell_user
@@ -274,8 +274,8 @@ class ParallelFunction(Generic[_P, _R]):
         self, init_fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any
     ) -> PlacedInit:
         init = trace_init(init_fn, args, kwargs)
-        step = step_call(init, batch, self._fun)
-        with noting_state(init), self._open(*step) as call, self._lock:
+        step = step_call(init, batch, self._fun, self._static, self._only_arrays)
+        with self._open(*step) as call, self._lock:
             step = self._step(call)
             planned = step.planned
             if isinstance(planned, PlannedPipeline):

@@ -25,7 +25,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A choice per node within the budget.
+    """A choice per node.
 
     `bound` is a lower bound on the cost of every assignment of the full problem, so
     `gap` says how far from optimal `choices` can be. `phases` are the steps in order,
@@ -36,7 +36,6 @@ class Assignment:
     choices: tuple[int, ...]
     cost: float
     bound: float
-    peak_bytes: float = 0.0
     phases: tuple[Phase, ...] = ()
     closed_by: str = "open"
 
@@ -53,7 +52,7 @@ class Assignment:
     def __str__(self) -> str:
         head = (
             f"Assignment: cost {self.cost:.6g}, bound {self.bound:.6g}, "
-            f"gap {self.gap:.3%} ({self.closed_by}), peak bytes {self.peak_bytes:.6g}, "
+            f"gap {self.gap:.3%} ({self.closed_by}), "
             f"{self.seconds:.3f} s"
         )
         return "\n".join([head, *(f"  {phase}" for phase in self.phases)])

@@ -1,7 +1,6 @@
-"""The problem: pick one choice per node at least total cost, within a memory budget.
+"""The problem: pick one choice per node at least total cost.
 
     minimise    constant + sum_v costs_v[x_v] + sum_e costs_e[a_e(x_u), b_e(x_v)]
-    subject to  sum_{v in live} bytes_v[x_v] <= budget          for every live set
 
 where edge e joins the nodes u (first) and v (second).
 
@@ -24,8 +23,8 @@ MANY_NODES = 1000
 class Node:
     """One decision.
 
-    `costs` [k] is at least 0, and inf where a choice is forbidden; `bytes` [k] is the
-    memory each choice holds while the node is live.
+    `costs` [k] is at least 0, and inf where a choice is forbidden; `bytes` [k] is what
+    each choice holds, which no solver reads: `budget.py` asks an oracle.
     """
 
     name: str
@@ -88,12 +87,6 @@ class TypedNodes(MadeWhenRead[Node]):
             np.array([len(costs) for costs, _ in self.types])[self.type_of].sum()
         )
 
-    def chosen_bytes(self, choices: Sequence[int]) -> np.ndarray:
-        """[nodes] the bytes of one choice per node."""
-        flat = np.concatenate([held for _, held in self.types])
-        start = np.cumsum([0, *(len(held) for _, held in self.types)])
-        return flat[start[self.type_of] + np.asarray(choices, np.intp)]
-
     def numbered(self) -> tuple[np.ndarray, np.ndarray]:
         """As `Types.node` and `node_of`."""
         return _by_appearance(
@@ -143,12 +136,10 @@ class TypedEdges(MadeWhenRead[Edge]):
 
 @dataclass(frozen=True, eq=False)
 class ChoiceGraph:
-    """Nodes, pairwise costs (parallel edges add up), live sets and a budget."""
+    """Nodes and pairwise costs (parallel edges add up)."""
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
-    live_sets: tuple[tuple[int, ...], ...] = ()
-    budget: float | None = None
     constant: float = 0.0
 
     @cached_property
@@ -176,42 +167,11 @@ class ChoiceGraph:
             total += edge.costs[row, column]
         return float(total)
 
-    def used_bytes(self, choices: Sequence[int]) -> np.ndarray:
-        """[live sets] the bytes of the choices live together."""
-        if not self.live_sets:
-            return np.zeros(0)
-        if isinstance(self.nodes, TypedNodes):
-            return self.sum_live(self.nodes.chosen_bytes(choices))
-        held = [node.bytes[c] for node, c in zip(self.nodes, choices, strict=True)]
-        return self.sum_live(np.array(held, np.float64))
-
-    def peak_bytes(self, choices: Sequence[int]) -> float:
-        """The largest sum of bytes over the live sets (0 without live sets)."""
-        return float(self.used_bytes(choices).max(initial=0.0))
-
-    def sum_live(self, values: np.ndarray) -> np.ndarray:
-        """[live sets] the sum over each live set of one value per node."""
-        flat, ends = self._live_index
-        sums = np.concatenate([[0.0], np.cumsum(values[flat])])
-        return np.diff(sums[ends])
-
-    @cached_property
-    def _live_index(self) -> tuple[np.ndarray, np.ndarray]:
-        flat = [node for live in self.live_sets for node in live]
-        ends = np.cumsum([0, *map(len, self.live_sets)])
-        return np.array(flat, np.intp), ends
-
-    def is_within_budget(self, choices: Sequence[int]) -> bool:
-        """Whether every live set fits, up to rounding."""
-        return self.budget is None or self.peak_bytes(choices) <= allowed(self.budget)
-
     def __str__(self) -> str:
         sizes = [node.costs.size for node in self.nodes]
         lines = [
             f"ChoiceGraph: {len(sizes)} nodes, {sum(sizes)} choices, "
-            f"{len(self.edges)} edges, {len(self.live_sets)} live sets",
-            f"budget {'none' if self.budget is None else f'{self.budget:.6g}'}, "
-            f"constant {self.constant:.6g}",
+            f"{len(self.edges)} edges, constant {self.constant:.6g}",
         ]
         lines += [f"  {index} {node}" for index, node in enumerate(self.nodes[:12])]
         lines += [f"  {edge}" for edge in self.edges[:12]]
@@ -271,12 +231,7 @@ class Types:
 
 
 class Infeasible(ValueError):
-    """No assignment exists, or none within the budget."""
-
-
-def allowed(budget: float) -> float:
-    """The budget with room for the rounding of a sum."""
-    return budget * (1 + 1e-9) + 1e-9
+    """No assignment exists."""
 
 
 def _by_appearance(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,14 +7,12 @@ classes of edge e, absent where the pair is forbidden.
     subject to  sum_c x[v, c] = 1                                       (_add_choice)
                 sum_b y[e, a, b] = sum_{c in a} x[first, c]             (_add_pairs)
                 sum_a y[e, a, b] = sum_{c in b} x[second, c]            (_add_pairs)
-                sum_{v in live} bytes_v[c] x[v, c] <= budget            (_add_memory)
                 the objective <= cutoff, where there is one             (_add_cutoff)
 
 The cutoff is a row, as HiGHS takes plans above its own `objective_bound` for optimal.
 PuLP builds the program; HiGHS runs it, and is asked what it found.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -24,11 +22,11 @@ import numpy as np
 import pulp
 
 from .checks import Checks, seconds_of_check
-from .choice_graph import ChoiceGraph, allowed
+from .choice_graph import ChoiceGraph
 from .clock import Clock
 
 MOST_PAIRS = 100_000
-COST_SCALE, BYTES_SCALE = 1e4, 1e3
+COST_SCALE = 1e4
 # HiGHS solves its linear programs to 1e-7 a variable.
 ROUNDING = 1e-8 * COST_SCALE
 ITERATIONS_OF_NODE = 30
@@ -42,11 +40,11 @@ _ITERATION, _ITERATION_OF_VARIABLE, _BUILT_VARIABLE = 2e-5, 4e-8, 3e-5
 
 @dataclass(frozen=True)
 class IlpResult:
-    """`bound` is below every assignment within budget, inf when there is none.
+    """`bound` is below every assignment, inf when there is none.
 
     With a cutoff it is at most that.
 
-    `choices` is a plan within budget, or None if the work was up before one was found.
+    `choices` is a plan, or None if the work was up before one was found.
     """
 
     bound: float
@@ -79,7 +77,7 @@ def solve_ilp(
     """Solves a graph to a relative gap, or as far as the work goes.
 
     Args:
-        graph: the graph; its live sets and budget are kept if it has any.
+        graph: the graph.
         gap: wanted (cost - bound) / cost.
         work_limit: seconds of work.
         clock: what is told of the work.
@@ -106,9 +104,6 @@ class _Program:
         self.problem.setObjective(objective)
         if cutoff < inf:
             self._add_cutoff(objective)
-        if graph.budget is not None:
-            for live in graph.live_sets:
-                self._add_memory(live, allowed(graph.budget))
 
     def run(self, gap: float, seconds: float) -> IlpResult:
         """Solves the program to a gap, in so many seconds of work."""
@@ -206,17 +201,6 @@ class _Program:
     def _add_cutoff(self, objective: pulp.LpAffineExpression) -> None:
         most = (self.cutoff - self.graph.constant) * self.scale
         self.problem += objective.copy() <= most + ROUNDING
-
-    def _add_memory(self, live: Sequence[int], limit: float) -> None:
-        terms = [
-            (variable, held * BYTES_SCALE / limit)
-            for v in live
-            for variable, held in zip(
-                self.x[v], self.graph.nodes[v].bytes.tolist(), strict=True
-            )
-            if held
-        ]
-        self.problem += pulp.LpAffineExpression(terms) <= BYTES_SCALE
 
     def _found_choices(self) -> tuple[int, ...] | None:
         if self.x and not self.solution.value_valid:

@@ -69,7 +69,7 @@ class Search:
     def offer(self, choices: Sequence[int]) -> bool:
         """Takes a plan of the full problem if it is allowed and the best so far."""
         cost = self.graph.cost(choices)
-        if cost >= self.cost or not self.graph.is_within_budget(choices):
+        if cost >= self.cost:
             return False
         self.choices, self.cost = tuple(map(int, choices)), cost
         return True
@@ -102,7 +102,6 @@ class Search:
             self.choices,
             self.cost,
             min(self.bound, self.cost),
-            self.graph.peak_bytes(self.choices),
             tuple(self.phases),
             self.closed_by,
         )

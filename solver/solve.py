@@ -1,20 +1,14 @@
-"""From a choice graph to an assignment and a bound.
-
-Without a budget, or where the cheapest plan fits it: free.py. With live sets that bind:
-an integer program (ilp.py). What a whole step may hold is for budget.py.
-"""
+"""From a choice graph to an assignment and a bound (free.py), within limits of work."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
-from .choice_graph import ChoiceGraph, Infeasible
+from .choice_graph import ChoiceGraph
 from .clock import Clock
 from .free import solve_free
-from .ilp import solve_ilp
 from .search import Search
 
 _log = logging.getLogger("autopar")
@@ -38,35 +32,24 @@ def solve(
         work_limit: when to stop with what there is, in seconds of work (`clock.py`).
         time_limit_seconds: when to stop at the latest, in seconds that pass; what was
             found then depends on the machine.
-        initial: a plan already known, within budget or not.
+        initial: a plan already known.
         folds: whether few of many equal layers may stand for all at first.
         cutoff: plans that cost as much or more are of no use: with a plan at hand, a
-            bound that reaches it ends the search. Not looked at under a budget.
+            bound that reaches it ends the search.
 
     Raises:
-        Infeasible: nothing is allowed, or nothing was found to fit.
+        Infeasible: nothing is allowed.
     """
     clock = Clock(time_limit_seconds)
-    cutoff = cutoff if graph.budget is None else inf
     search = Search(graph, gap, work_limit, ArrayPool(clock), cutoff)
-    free = _solve_free(graph, search, initial, folds)
-    search.raise_bound(free.bound)
-    search.offer(free.choices)
     if initial is not None:
         search.offer(initial)
-    if search.is_closed or graph.budget is None:
-        search.closed_by = free.closed_by
-    elif not graph.is_within_budget(free.choices):
-        left = search.seconds_left
-        found = solve_ilp(graph, gap=gap, work_limit=left, clock=clock)
-        if found.choices is None:
-            raise Infeasible(
-                f"A plan must fit the budget of {graph.budget:.6g}, but none was "
-                f"found; raise it."
-            )
-        search.raise_bound(found.bound)
-        search.offer(found.choices)
-        search.finish_phase("ilp", graph)
+    solve_free(search, folds=folds)
+    if search.choices is None:
+        raise TimeoutError(
+            "The time limit must be enough for a first plan, but was not; raise "
+            "`time_limit_seconds` or give an `initial` plan."
+        )
     if not search.is_closed and search.seconds_left <= 0:
         _log.warning(
             "The solver's %g s of work were spent before its work was done: the plan "
@@ -86,24 +69,3 @@ def _noted(found: Assignment, graph: ChoiceGraph) -> Assignment:
     }
     _log.debug("%s", found, extra={"assignment": found, "sizes": sizes})
     return found
-
-
-def _solve_free(
-    graph: ChoiceGraph,
-    search: Search,
-    initial: Sequence[int] | None,
-    folds: bool,
-) -> Assignment:
-    """The solution without the budget; its phases are the search's first."""
-    whole = graph if graph.budget is None else replace(graph, budget=None)
-    free = Search(whole, search.gap, search.deadline, search.pool, search.cutoff)
-    if initial is not None:
-        free.offer(initial)
-    solve_free(free, folds=folds)
-    if free.choices is None:
-        raise TimeoutError(
-            "The time limit must be enough for a first plan, but was not; raise "
-            "`time_limit_seconds` or give an `initial` plan."
-        )
-    search.phases = free.phases
-    return free.result()

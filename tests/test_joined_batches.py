@@ -12,6 +12,7 @@ import pytest
 from autopar.api import parallelize
 from autopar.errors import FallbackWarning
 from autopar.methods.methods import PipelineParallel
+from autopar.microbatches.microbatches import BatchCoupledError
 from tests.rows.fixtures import random
 
 Loss = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -36,19 +37,13 @@ def three_parts(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any
     return jnp.square(one).mean() + (two**3).mean(), one.sum(-1)
 
 
-def pairs(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
-    stacked = jnp.stack([x, y]).reshape(-1, x.shape[-1])
-    made = network(params, stacked).reshape(2, len(x), -1)
-    return (made[0] * jnp.sin(made[1])).mean(), made[1].sum(-1)
-
-
 def discriminator(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
     made = network(params, jnp.concatenate([x, y]))[:, 0]
     is_real = jnp.concatenate([jnp.ones(len(x)), jnp.zeros(len(y))])
     return jnp.square(made - is_real).mean(), (made > 0.5) == (is_real > 0)
 
 
-LOSSES = preference, three_parts, pairs, discriminator
+LOSSES = preference, three_parts, discriminator
 
 
 def step_of(loss: Loss) -> Callable[..., Any]:
@@ -89,14 +84,14 @@ def test_joined_batches_go_through_a_pipeline(loss: Loss) -> None:
     assert_runs_as_on_one_device(step_of(loss), method=PipelineParallel(2, 2))
 
 
-def test_what_mixes_the_batches_is_run_at_once() -> None:
-    """Products of all with all: joined batches are made before the loop, as ever."""
+def test_what_mixes_the_batches_is_refused() -> None:
+    """Products of all with all."""
 
     def contrast(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
         made = network(params, jnp.concatenate([x, y]))
         return jax.nn.logsumexp(made @ made.T, axis=-1).mean(), None
 
-    with pytest.warns(FallbackWarning, match="spare no memory"):
+    with pytest.raises(BatchCoupledError, match="To keep these values"):
         assert_runs_as_on_one_device(step_of(contrast), num_microbatches=4, mesh="x:8")
 
 
@@ -107,5 +102,5 @@ def test_parts_of_a_batch_are_no_batches() -> None:
         made = network(params, jnp.concatenate([x, y]))
         return jnp.square(made[:4]).mean() + (made[4:12] ** 3).mean(), None
 
-    with pytest.warns(FallbackWarning, match="spare no memory"):
+    with pytest.raises(BatchCoupledError, match="To keep these values"):
         assert_runs_as_on_one_device(step_of(quarter), num_microbatches=4, mesh="x:8")

@@ -312,13 +312,10 @@ class TestInitRefuses:
 
     def test_a_state_that_the_step_fails_on(self) -> None:
         step = autopar.parallelize(train_step)
-        with pytest.raises(TypeError) as raised:
+        with pytest.raises(TypeError):
             step.init(
                 lambda key: ({"up": jnp.ones((4, 3))}, ()), KEY, batch=make_batch()
             )
-        note = raised.value.__notes__[-1]
-        assert "meets the state that init_fn returns" in note
-        assert "[0]['up'] is float32[4, 3]" in note
 
     def test_shapes_in_place_of_values(self) -> None:
         step = autopar.parallelize(train_step)

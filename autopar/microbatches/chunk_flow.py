@@ -9,14 +9,13 @@ does what reads forward values of the batch, which several scans may stack.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, is_zero
+from ..graph.op_graph import Constant, Operand, Operator, OpGraph, is_zero
 from ..graph.phases import Phases, sliced_operands, stacked_results
-from ..graph.work import is_heavy_operator
 from ..rules.base import Factor, factors_of
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
@@ -181,15 +180,16 @@ class ChunkFlow:
         if not known or not self.examples.isdisjoint(op.results):
             return None
         read = set(tensors_of(slices))
-
-        def num_shared(scan: Operator) -> int:
-            values = (*sliced_operands(scan), *stacked_results(scan))
-            return len(read.intersection(tensors_of(values)))
-
-        nearest = max(reversed(self.scans), key=num_shared, default=None)
-        if nearest is None or num_shared(nearest) == 0:
+        shared = {
+            scan.index: len(
+                read & {*tensors_of(sliced_operands(scan)), *stacked_results(scan)}
+            )
+            for scan in reversed(self.scans)
+        }
+        nearest = max(shared, key=lambda index: shared[index], default=None)
+        if nearest is None or not shared[nearest]:
             return known[0]
-        return self.operator_lengths.get(nearest.index)
+        return self.operator_lengths.get(nearest)
 
     def want(self, operand: Operand, cut: Cut) -> None:
         """A reader would have `operand` in chunks; the next walk may make it so."""
@@ -276,21 +276,3 @@ def unchanged_carries(graph: OpGraph, op: Operator) -> frozenset[int]:
         for i in range(op.params["num_carry"])
         if body.outputs[i] == body.inputs[first + i]
     )
-
-
-def light_makers(body: Block, slices: Collection[int]) -> dict[int, Operator]:
-    """Operators of a body that are no products and read its `slices` alone, by result.
-
-    In executed order; what they make of a slice does not depend on other iterations.
-    """
-    known, makers = set(slices), {}
-    for op in body.operators:
-        is_light = op.kind not in STRUCTURED and not is_heavy_operator(op)
-        if (
-            is_light
-            and op.kind != "random_bits"
-            and known.issuperset(tensors_of(op.operands))
-        ):
-            known.update(op.results)
-            makers.update(dict.fromkeys(op.results, op))
-    return makers

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from jax import lax
@@ -99,30 +98,11 @@ def _pad(
     return (dim, REPLICATED), copies, (dim,), [made]
 
 
-def _reshape(
-    op: Operator, states: Sequence[State], copies: Sequence[int], dim: int, unit: int
-) -> _Found | None:
-    """Copies become a dim of their own in front of the examples, or join them."""
-    before, after = op.operand_types[0].shape, op.result_types[0].shape
-    if op.params.get("dimensions") is not None:
-        return None
-    count = copies[0]
-    if count > 1 and after == (*before[:dim], count, unit, *before[dim + 1 :]):
-        return (dim,), copies, (dim + 1,), [1]
-    if count > 1 or dim == 0:
-        return None
-    joined = (*before[: dim - 1], prod(before[dim - 1 : dim + 1]), *before[dim + 1 :])
-    if after != joined:
-        return None
-    return (dim,), copies, (dim - 1,), [before[dim - 1]]
-
-
 _JOINTS = {
     "concatenate": _concatenate,
     "slice": _slice,
     "split": _split,
     "pad": _pad,
-    "reshape": _reshape,
 }
 
 
@@ -136,10 +116,6 @@ def bind_joint(
     if op.kind == "split":
         sizes = [size // num_microbatches for size in params["sizes"]]
         return list(lax.split(operands[0], sizes, dim))
-    if op.kind == "reshape":
-        shape = list(op.result_types[0].shape)
-        shape[factor.results[0]] //= num_microbatches
-        return [lax.reshape(operands[0], shape)]
     if op.kind == "pad":
         config = [tuple(each) for each in params["padding_config"]]
         low, high, _ = config[dim]

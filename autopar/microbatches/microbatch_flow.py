@@ -10,17 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..frontend.batched_conditions import factor_of_microbatch
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.dependencies import leading_to, tensors_of, updates_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
-from ..graph.ports import Port, ports_of
+from ..graph.ports import Port, Site, ports_of
 from ..graph.work import holds_heavy_work
 from ..rules.base import Factor, factors_of, replicate
 from ..sharding.spec import MAX, MIN, REPLICATED, State
 from .extremes import microbatch_factors
 from .joined_batches import joint_of
+
+# A cut dim as [batches, examples of a microbatch, microbatches, values of an example].
+Grain = tuple[int, int, int, int]
+
+
+def grain_of(
+    batch_size: int, num_microbatches: int, size: int, copies: int = 1
+) -> Grain:
+    """A cut dim of `size`, which holds `copies` of the batch one behind the other."""
+    values = size // (copies * batch_size)
+    return copies, batch_size // num_microbatches, num_microbatches, values
 
 
 @dataclass(frozen=True)
@@ -36,15 +48,16 @@ class Phases:
 class Flow:
     """States along the microbatch axis, found in one walk from the batch on.
 
-    `copies` are how many batches a tensor that is cut holds one behind the other, where
-    it is more than one; `copies_read` those that an operator takes of each operand.
+    `state` is by tensor, `factor` by operator; `port_state` that of the ports of loops
+    and branches inside, by operator and port. `copies` are how many batches a tensor
+    that is cut holds one behind the other, where it is more than one; `copies_read`
+    those that an operator takes of each operand.
     """
 
     graph: OpGraph
     num_microbatches: int
     batch_size: int
     sums_stay_apart: bool
-    joins_batches: bool
     hoisted: set[int]
     state: dict[int, State] = field(default_factory=dict)
     factor: dict[int, Factor] = field(default_factory=dict)
@@ -130,7 +143,7 @@ class Flow:
         if factor is None or taken is None:
             copies = [self.copies_of(operand) for operand in op.operands]
             joint = joint_of(op, states, copies, self.batch_size)
-            if joint is None or not self.joins_batches:
+            if joint is None:
                 return False
             factor, made = joint.factor, joint.results
             self.copies_read[op.index] = joint.operands
@@ -340,6 +353,23 @@ class Flow:
             return True
         return carried <= sum(kind.bytes for kind in op.result_types)
 
+    def grain(self, size: int, copies: int = 1) -> Grain:
+        """A cut dim of `size` that holds `copies` of the batch."""
+        return grain_of(self.batch_size, self.num_microbatches, size, copies)
+
+    def read_ports(self, op: Operator) -> dict[Site, tuple[State, int]]:
+        """The state in which a structured operator's ports read their tensors, and how
+        many batches these hold."""
+        return {
+            site: (
+                shifted(self.port_state[op.index, number], extra),
+                self.port_copies[op.index, number],
+            )
+            for number, port in enumerate(ports_of(self.graph, op))
+            for _, extra, site in port.reads
+        }
+
+    @cached_property
     def phases(self) -> Phases:
         """The phases: what the loop does not need comes behind it."""
         before: list[Operator] = []

@@ -31,17 +31,60 @@ import jax.numpy as jnp
 
 from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph, tensor_type
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import tensors_of, updates_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
+from ..option_values import MicrobatchSemantics
 from ..sharding.spec import MAX, MIN, SUM, State
 from .example_flow import ExampleFlow
 from .microbatch_flow import Phases
 from .microbatch_runners import WholeRunner
-from .microbatch_step import Leaving, MicrobatchedStep, leaving_tensors
-from .microbatches import BatchCoupledError, batch_size_of
+from .microbatches import (
+    BatchCoupledError,
+    Leaving,
+    MicrobatchedStep,
+    batch_size_of,
+    exact_step,
+    leaving_tensors,
+    split_microbatches,
+)
 
 _DIFFERENTIATED = ("jvp(", "transpose(")  # name scopes that jax.grad leaves
+
+
+def microbatched(
+    trace_part: Callable[[], TracedFunction],
+    graph: OpGraph,
+    roles: Roles,
+    batch: Sequence[int],
+    num_microbatches: int,
+    semantics: MicrobatchSemantics,
+    *,
+    sums_stay_apart: bool = False,
+) -> MicrobatchedStep:
+    """The step of `graph` in microbatches of its `batch` inputs.
+
+    `trace_part` traces it for one microbatch, where that is a batch of its own. With
+    `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
+    of a tied parameter may belong to different stages.
+
+    Raises:
+      ValueError: the batch size is not divisible.
+      BatchCoupledError: the step cannot be cut so.
+    """
+    if semantics == "exact":
+        split = split_microbatches(
+            graph, batch, num_microbatches, sums_stay_apart=sums_stay_apart
+        )
+        return exact_step(graph, batch, split)
+    return independent_step(
+        trace_part,
+        graph,
+        roles,
+        batch,
+        num_microbatches,
+        sums_stay_apart=sums_stay_apart,
+    )
 
 
 def independent_step(
@@ -114,19 +157,15 @@ def independent_step(
 
 def _check_combined(part: OpGraph, tensor: int, roles: Roles) -> None:
     """Refuse a value that is neither a mean nor a count."""
-    found = part.tensors[tensor]
-    if not jnp.issubdtype(found.type.dtype, jnp.number):
+    found, dtype = part.tensors[tensor], part.tensors[tensor].type.dtype
+    updated = {part.outputs[o] for o in roles.next_output if o is not None}
+    is_count = jnp.issubdtype(dtype, jnp.number) and tensor not in updated
+    if not is_count and not jnp.issubdtype(dtype, jnp.inexact):
         raise NotImplementedError(
-            f"Values of independent microbatches become one by their mean or sum, but "
-            f"{found.name!r} is {found.type}; return a number instead, or compute it "
-            f"from the gradients."
-        )
-    updated = {part.outputs[o]: o for o in roles.next_output if o is not None}
-    if tensor in updated and not jnp.issubdtype(found.type.dtype, jnp.inexact):
-        raise NotImplementedError(
-            f"A count in the state may only be added to in a step of independent "
-            f"microbatches, but {part.output_paths[updated[tensor]]} is made by "
-            f"{found.name!r}; write it as the old count + that of the batch."
+            f"Values of independent microbatches become one by the mean of floats or "
+            f"the sum of counts, but {found.name!r} is {found.type}; return a number "
+            f"instead, write a count in the state as the old count + that of the "
+            f"batch, or compute it from the gradients."
         )
 
 
@@ -241,7 +280,7 @@ def _joined_parts(
 
 @dataclass(frozen=True)
 class _Flow:
-    """What of a microbatch's graph reads the batch, and what is made of gradients."""
+    """What of a microbatch's graph reads the batch, and what is done with gradients."""
 
     graph: OpGraph
     batch: frozenset[int]
@@ -251,25 +290,16 @@ class _Flow:
     @cached_property
     def of_batch(self) -> frozenset[int]:
         """Tensors that depend on the batch."""
-        return self._descendants(self.batch, lambda op: False)
-
-    @cached_property
-    def of_gradients(self) -> frozenset[int]:
-        """Tensors that are gradients of the batch, or depend on them."""
-        return self._descendants(frozenset(), self._is_backward)
-
-    def _descendants(
-        self, sources: frozenset[int], is_source: Callable[[Operator], bool]
-    ) -> frozenset[int]:
-        found = set(sources)
+        found = set(self.batch)
         for op in self.graph.blocks[0].operators:
-            if is_source(op) or not found.isdisjoint(tensors_of(op.operands)):
+            if not found.isdisjoint(tensors_of(op.operands)):
                 found.update(op.results)
         return frozenset(found)
 
-    def _is_backward(self, op: Operator) -> bool:
-        is_of_batch = not self.of_batch.isdisjoint(tensors_of(op.operands))
-        return is_of_batch and "transpose(" in op.name
+    @cached_property
+    def updates(self) -> frozenset[int]:
+        """Operators on gradients, by index."""
+        return updates_of(self.graph.blocks[0].operators)
 
     def phases(self, sums_stay_apart: bool) -> Phases:
         """What the loop needs comes before it, what is made of gradients behind."""
@@ -303,7 +333,7 @@ class _Flow:
                 return True
         if any(scope in op.name for scope in _DIFFERENTIATED):
             return False
-        return not (self.of_gradients | self.extremes).isdisjoint(reads)
+        return op.index in self.updates or not self.extremes.isdisjoint(reads)
 
 
 def _check_updates(flow: _Flow, roles: Roles) -> None:
@@ -313,7 +343,7 @@ def _check_updates(flow: _Flow, roles: Roles) -> None:
         operand = None if output is None else graph.outputs[output]
         if operand not in flow.of_batch or operand in flow.extremes:
             continue
-        if not flow.of_gradients:
+        if not flow.updates:
             raise ValueError(
                 f"Independent microbatches need gradients that jax.grad (or vjp) made, "
                 f"to tell the update from what is averaged, but {each.path} is updated "

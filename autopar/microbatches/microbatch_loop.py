@@ -9,7 +9,7 @@ cut, and stays where it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,12 @@ from jax import lax
 
 from ..errors import FallbackWarning
 from ..graph.blocks import as_array
-from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from .extremes import JOINS, start_of
 from .microbatch_runners import WholeRunner, join_parts, part_of
-from .microbatch_step import MicrobatchedStep
+from .microbatches import MicrobatchedStep
 
 
 def with_microbatch_loop(
@@ -59,24 +58,18 @@ def with_microbatch_loop(
 def _warn_of_whole_products(step: MicrobatchedStep) -> None:
     """Say that microbatches spare nothing, where all products are made behind them."""
 
-    def has_products(operators: Sequence[Operator]) -> bool:
-        return any(holds_heavy_work(step.graph, op) for op in operators)
+    def products(operators: Sequence[Operator]) -> Iterator[Operator]:
+        return (op for op in operators if holds_heavy_work(step.graph, op))
 
-    behind = step.phases.behind
-    if has_products(step.phases.loop) or not has_products(behind):
-        return
-    joined = {each.tensor for each in step.leaving if each.dim is not None}
-    joined |= set(step.batch)
-    reader = next((op for op in behind if joined & {*tensors_of(op.operands)}), None)
-    if reader is None:
+    first = next(products(step.phases.behind), None)
+    if first is None or next(products(step.phases.loop), None) is not None:
         return
     warnings.warn(
         f"Microbatches are to hold a part of the batch at a time, but every product "
-        f"of this step needs the whole batch from {reader.name!r} "
-        f"({reader.source or 'an unknown line'}) on, so it is run once for all of it "
-        f"and {step.num_microbatches} microbatches spare no memory; leave "
-        f"num_microbatches at 1, or give the method "
-        f'microbatch_semantics="independent".',
+        f"of this step needs the whole batch, such as {first.name!r} "
+        f"({first.source or 'an unknown line'}), so it is run once for all of it and "
+        f"{step.num_microbatches} microbatches spare no memory; leave num_microbatches "
+        f'at 1, or give the method microbatch_semantics="independent".',
         FallbackWarning,
         stacklevel=2,
     )

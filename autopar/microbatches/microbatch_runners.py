@@ -21,7 +21,7 @@ from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 from .joined_batches import bind_joint
-from .microbatches import Grain, MicrobatchSplit
+from .microbatch_flow import Flow, Grain
 
 _AXIS = "microbatch"
 
@@ -92,7 +92,7 @@ class MicrobatchRunner(RetracingRunner):
     def __init__(
         self,
         graph: OpGraph,
-        split: MicrobatchSplit,
+        split: Flow,
         whole: dict[int, Any],
         counter: jax.Array,
     ) -> None:
@@ -100,8 +100,7 @@ class MicrobatchRunner(RetracingRunner):
         self.split, self.whole, self.counter = split, whole, counter
         self.mesh = MeshShape((_AXIS,), (split.num_microbatches,))
         self.cut: dict[tuple[int, State, int], Any] = {}
-        self.port_states: dict[Site, State] = {}
-        self.port_copies: dict[Site, int] = {}
+        self.ports: dict[Site, tuple[State, int]] = {}
 
     def write(self, tensor: int, value: Any) -> None:
         super().write(tensor, value)
@@ -133,24 +132,19 @@ class MicrobatchRunner(RetracingRunner):
 
     def operands(self, op: Operator) -> list[Any]:
         if op.kind in STRUCTURED:
-            self.port_states.update(self.split.read_states(self.graph, op))
-            states = [
-                self.port_states.get(("operand", op.index, position), REPLICATED)
-                for position in range(len(op.operands))
+            self.ports.update(self.split.read_ports(op))
+            sites: list[Site] = [
+                ("operand", op.index, i) for i in range(len(op.operands))
             ]
-            self.port_copies.update(self.split.read_copies(self.graph, op))
-            copies = [
-                self.port_copies.get(("operand", op.index, position), 1)
-                for position in range(len(op.operands))
-            ]
+            asked = [self.ports.get(site, (REPLICATED, 1)) for site in sites]
         else:
-            states = list(self.split.factor[op.index].operands)
-            unjoined = (1,) * len(states)
-            copies = list(self.split.copies_read.get(op.index, unjoined))
+            states = self.split.factor[op.index].operands
+            copies = self.split.copies_read.get(op.index, (1,) * len(states))
+            asked = list(zip(states, copies, strict=True))
         with user_context(op.eqn):
             return [
-                o.value if isinstance(o, Constant) else self.read(o, state, number)
-                for o, state, number in zip(op.operands, states, copies, strict=True)
+                o.value if isinstance(o, Constant) else self.read(o, *each)
+                for o, each in zip(op.operands, asked, strict=True)
             ]
 
     def outputs(self, block: Block) -> list[Any]:
@@ -163,7 +157,7 @@ class MicrobatchRunner(RetracingRunner):
 
     def read_at(self, site: Site, tensor: int) -> Any:
         """The tensor as a port reads it."""
-        return self.read(tensor, self.port_states[site], self.port_copies[site])
+        return self.read(tensor, *self.ports[site])
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         factor = self.split.factor[op.index]

@@ -22,64 +22,131 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import gcd
 from textwrap import shorten
+from typing import Any
+
+import jax
 
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..graph.ports import Site, ports_of
-from ..rules.base import Factor
-from ..sharding.spec import State
-from .microbatch_flow import Flow, Phases, shifted
-
-# A cut dim as [batches, examples of a microbatch, microbatches, values of an example].
-Grain = tuple[int, int, int, int]
+from ..sharding.spec import REPLICATED, SUM, State
+from .microbatch_flow import Flow, Grain, Phases, grain_of
+from .microbatch_runners import MicrobatchRunner
 
 
 class BatchCoupledError(ValueError):
     """The step needs the whole batch at once, so it cannot be cut into microbatches."""
 
 
-@dataclass(frozen=True)
-class MicrobatchSplit:
-    """States of all tensors and factors of all operators along the microbatch axis.
+# (whole values, parts of the batch, counter, operators to run first) to what leaves.
+RunPart = Callable[
+    [dict[int, Any], Mapping[int, Any], Any, Sequence[Operator]], list[Any]
+]
 
-    `port_state` is that of the ports of loops and branches inside. `copies` are the
-    batches that a cut tensor holds one behind the other, and `copies_read` those of an
-    operator's operands; `joints` are operators that join batches (`joined_batches.py`).
+
+@dataclass(frozen=True)
+class Leaving:
+    """A tensor that leaves the loop: its parts are joined along `dim`, or reduced.
+
+    That dim holds `copies` of the batch one behind the other; `reduction` is SUM, MAX
+    or MIN.
     """
 
-    num_microbatches: int
+    tensor: int
+    dim: int | None = None
+    copies: int = 1
+    reduction: State = SUM
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchedStep:
+    """One step and how its microbatches follow each other.
+
+    `graph` is what runs: of the whole batch, or of a microbatch as if it were one.
+    `batch` are its inputs that are cut along dim 0 and `part_types` the types of one
+    microbatch of each. `phases` say what runs before, in and behind the loop; what runs
+    before reads no microbatch.
+
+    `split` says how each tensor of `graph` is cut, where it is of the whole batch.
+    `run_part(whole, parts, counter, before)` traces microbatch `counter` and returns
+    what leaves it, in the order of `leaving`: `whole` are the values that are the same
+    for all, by tensor, `parts` this microbatch of each batch tensor, and `before`
+    operators to run first on whole values.
+    """
+
+    graph: OpGraph
+    batch: tuple[int, ...]
     batch_size: int
-    state: dict[int, State]
-    factor: dict[int, Factor]
-    port_state: dict[tuple[int, int], State]  # by operator, port
+    num_microbatches: int
     phases: Phases
-    copies: dict[int, int]
-    copies_read: dict[int, tuple[int, ...]]  # by operator
-    port_copies: dict[tuple[int, int], int]
-    joints: set[int]
+    leaving: tuple[Leaving, ...]
+    run_part: RunPart
+    split: Flow | None = None
 
     def grain(self, size: int, copies: int = 1) -> Grain:
         """A cut dim of `size` that holds `copies` of the batch."""
         return grain_of(self.batch_size, self.num_microbatches, size, copies)
 
-    def read_states(self, graph: OpGraph, op: Operator) -> dict[Site, State]:
-        """The state in which a structured operator's ports read their tensors."""
+    @property
+    def part_types(self) -> dict[int, jax.ShapeDtypeStruct]:
+        """The type of one microbatch of every batch tensor."""
+        number = 1 if self.split is None else self.num_microbatches
+        types = {t: self.graph.tensors[t].type for t in self.batch}
         return {
-            site: shifted(self.port_state[op.index, number], extra)
-            for number, port in enumerate(ports_of(graph, op))
-            for _, extra, site in port.reads
+            t: jax.ShapeDtypeStruct(
+                (kind.shape[0] // number, *kind.shape[1:]), kind.dtype
+            )
+            for t, kind in types.items()
         }
 
-    def read_copies(self, graph: OpGraph, op: Operator) -> dict[Site, int]:
-        """How many batches what they read holds."""
-        return {
-            site: self.port_copies[op.index, number]
-            for number, port in enumerate(ports_of(graph, op))
-            for _, _, site in port.reads
-        }
+
+def exact_step(graph: OpGraph, batch: Sequence[int], split: Flow) -> MicrobatchedStep:
+    """The step whose values are those of the whole batch: `graph`, cut by `split`."""
+    leaving = tuple(
+        Leaving(
+            t,
+            split.state[t] if split.state[t] >= 0 else None,
+            split.copies.get(t, 1),
+            split.state[t] if split.state[t] < REPLICATED else SUM,
+        )
+        for t in leaving_tensors(graph, split.phases)
+    )
+
+    def run_part(
+        whole: dict[int, Any],
+        parts: Mapping[int, Any],
+        counter: Any,
+        before: Sequence[Operator],
+    ) -> list[Any]:
+        runner = MicrobatchRunner(graph, split, whole, counter)
+        runner.values.update(parts)
+        runner.run_operators([*before, *split.phases.loop])
+        return [
+            runner.values[each.tensor]
+            if each.dim is not None
+            else runner.read(each.tensor, each.reduction)
+            for each in leaving
+        ]
+
+    return MicrobatchedStep(
+        graph,
+        tuple(batch),
+        split.batch_size,
+        split.num_microbatches,
+        split.phases,
+        leaving,
+        run_part,
+        split,
+    )
+
+
+def leaving_tensors(graph: OpGraph, phases: Phases) -> list[int]:
+    """What the loop makes that is read behind it, or returned."""
+    made = {t for op in phases.loop for t in op.results}
+    read = [t for op in phases.behind for t in tensors_of(op.operands)]
+    read.extend(tensors_of(graph.blocks[0].outputs))
+    return [t for t in dict.fromkeys(read) if t in made]
 
 
 def split_microbatches(
@@ -88,12 +155,11 @@ def split_microbatches(
     num_microbatches: int,
     *,
     sums_stay_apart: bool = False,
-) -> MicrobatchSplit:
+) -> Flow:
     """Cut the step into `num_microbatches` parts along dim 0 of the `batch` tensors.
 
     Reduced values that flow back into work on examples (a mask's token count) are
-    computed before the loop on the whole batch when that takes no product. So are
-    batches that are joined, where what follows needs all of them at once. With
+    computed before the loop on the whole batch when that takes no product. With
     `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
     of a tied parameter may belong to different stages.
 
@@ -102,53 +168,18 @@ def split_microbatches(
       BatchCoupledError: heavy work needs a value of the whole batch.
     """
     batch_size = batch_size_of(graph, batch, num_microbatches)
-    new_flow = partial(Flow, graph, num_microbatches, batch_size, sums_stay_apart)
-    try:
-        return _split(partial(new_flow, True), batch)
-    except BatchCoupledError as error:
-        if sums_stay_apart:  # a pipeline computes with no values of all examples
-            raise
-        try:
-            return _split(partial(new_flow, False), batch)
-        except BatchCoupledError:
-            raise error from None
-
-
-def _split(
-    new_flow: Callable[[set[int]], Flow], batch: Sequence[int]
-) -> MicrobatchSplit:
-    """Walk again until what is needed whole and early is made before the loop."""
     hoisted: set[int] = set()
     while True:
-        flow = new_flow(hoisted)
+        flow = Flow(graph, num_microbatches, batch_size, sums_stay_apart, hoisted)
         flow.run(batch)
         coupled = flow.first_coupling()
         if coupled is None:
-            return MicrobatchSplit(
-                flow.num_microbatches,
-                flow.batch_size,
-                flow.state,
-                flow.factor,
-                flow.port_state,
-                flow.phases(),
-                flow.copies,
-                flow.copies_read,
-                flow.port_copies,
-                flow.joints,
-            )
+            return flow
         reader, tensor = coupled
         chain = flow.cheap_ancestors(tensor)
         if chain is None or chain <= hoisted:
             raise BatchCoupledError(_coupling(flow, reader, tensor, batch))
         hoisted |= chain
-
-
-def grain_of(
-    batch_size: int, num_microbatches: int, size: int, copies: int = 1
-) -> Grain:
-    """A cut dim of `size`, which holds `copies` of the batch one behind the other."""
-    values = size // (copies * batch_size)
-    return copies, batch_size // num_microbatches, num_microbatches, values
 
 
 def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:

@@ -22,9 +22,8 @@ from ..methods.methods import PipelineParallel
 from ..methods.schedule_choice import has_weight_tasks
 from ..microbatches.chunked_step import ChunkedStep, cut_scans
 from ..microbatches.counts_apart import with_counts_apart
-from ..microbatches.microbatch_independent import trace_microbatch
-from ..microbatches.microbatch_semantics import microbatched
-from ..microbatches.microbatch_step import MicrobatchedStep
+from ..microbatches.microbatch_independent import microbatched, trace_microbatch
+from ..microbatches.microbatches import MicrobatchedStep
 from ..option_values import Remat
 from ..options import Options
 from ..planner.whole_step import batch_tensors, roles_of

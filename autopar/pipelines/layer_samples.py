@@ -9,6 +9,7 @@ and the step is cut for each number.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,8 +23,8 @@ from ..costs.resharding import Resharder
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
 from ..lowering.programs import Slot
+from ..microbatches.microbatch_flow import Flow
 from ..microbatches.microbatch_runners import MicrobatchRunner
-from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
 from ..planner.strategies import SLICING, tensor_specs
 from ..plans.plan import ShardingPlan
@@ -60,20 +61,8 @@ class LayerCost:
     reducing_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Work:
-    """What an operator does, and how often it runs."""
-
-    kind: str
-    flops: float
-    bytes: float
-    dtype: Any
-    times: float
-
-    def seconds(self, share: float, cluster: Cluster) -> float:
-        """If a device does a share of it, and nothing is sent."""
-        one = self.kind, self.flops * share, self.bytes * share, self.dtype
-        return self.times * operator_seconds(*one, cluster)
+# Of an operator: kind, flops, bytes, dtype, and how often it runs.
+Work = tuple[str, float, float, Any, float]
 
 
 def work_of(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
@@ -84,8 +73,16 @@ def work_of(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
         num_bytes = float(sum(kind.bytes for kind in (*read, *op.result_types)))
         dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
         dtype = dtypes[0] if dtypes else "float32"
-        found.append(Work(op.kind, total_flops(op), num_bytes, dtype, times))
+        found.append((op.kind, total_flops(op), num_bytes, dtype, times))
     return found
+
+
+def seconds_of(work: Sequence[Work], share: float, cluster: Cluster) -> float:
+    """If a device does a share of each operator, and nothing is sent."""
+    return sum(
+        times * operator_seconds(kind, flops * share, num_bytes * share, dtype, cluster)
+        for kind, flops, num_bytes, dtype, times in work
+    )
 
 
 def reduced_sums(
@@ -115,7 +112,7 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
 
 
 def trace_layer(
-    cut: CutPrograms, program: CutProgram, split: MicrobatchSplit, host: Collection[str]
+    cut: CutPrograms, program: CutProgram, split: Flow, host: Collection[str]
 ) -> OpGraph:
     """The graph of a microbatch of a program, whose own graph is of the whole batch."""
     names, whole = (*program.taken, COUNTER), cut.parts.microbatch
@@ -187,7 +184,7 @@ class LayerSample:
     joint: CutProgram
     own: tuple[CutProgram, ...]
     update: tuple[Operator, ...]
-    split: MicrobatchSplit | None
+    split: Flow | None
     graphs: dict[int, OpGraph] = field(default_factory=dict)
     seconds: dict[Hashable, float] = field(default_factory=dict)
 
@@ -216,7 +213,7 @@ class LayerSample:
         parts = (False, share), (True, share / number)
         return LayerCost(
             sum(self._seconds(*part, cluster) for part in parts),
-            sum(work.seconds(share, cluster) for work in self._update),
+            seconds_of(self._update, share, cluster),
             share * sum(self._state.values()),
             held_in(self.joint.added),
             held_in(self._kept_names),
@@ -227,8 +224,7 @@ class LayerSample:
         known from other numbers of devices and microbatches with the same product."""
         key = is_cut, share, cluster
         if key not in self.seconds:
-            work = self._work[is_cut]
-            self.seconds[key] = sum(each.seconds(share, cluster) for each in work)
+            self.seconds[key] = seconds_of(self._work[is_cut], share, cluster)
         return self.seconds[key]
 
     def graph(self, number: int) -> OpGraph:
@@ -237,7 +233,8 @@ class LayerSample:
             if self.split is None:
                 found = self.cut.graph_of(self.joint, self.demands.host)
             else:
-                split = replace(self.split, num_microbatches=number)
+                split = copy(self.split)
+                split.num_microbatches = number
                 found = trace_layer(self.cut, self.joint, split, self.demands.host)
             self.graphs[number] = found
         return self.graphs[number]
@@ -335,7 +332,7 @@ class LayerSample:
         return LayerCost(
             plan.predicted.step_seconds,
             reducing
-            + sum(work.seconds(share, cluster) for work in self._update)
+            + seconds_of(self._update, share, cluster)
             + moved
             + gathered * link.seconds_per_byte,
             here + share * others,

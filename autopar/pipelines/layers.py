@@ -73,12 +73,10 @@ def product_borders(
     cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
     is_allowed = np.isfinite(crossing)
     if is_allowed.sum() + bool(len(cost)) < num_stages:
-        whole = is_allowed.sum() + bool(len(cost))
         raise ValueError(
             f"`num_stages` must be at most the number of products of the step's "
-            f"forward pass, {len(cost)}"
-            + (f", of which {whole} can be apart" if whole < len(cost) else "")
-            + f", but got {num_stages}; those of a loop are one, unless it goes over "
+            f"forward pass that can be apart, {is_allowed.sum() + bool(len(cost))}, "
+            f"but got {num_stages}; those of a loop are one, unless it goes over "
             f"layers. Use fewer stages, or autopar.ShardParallel()."
         )
     done = np.concatenate([[0.0], np.cumsum(cost)])
@@ -207,25 +205,17 @@ class ForwardOrder:
                 f"more, {total} in all, as the step's forward pass has, but got "
                 f"{tuple(products)}."
             )
-        ends = list(accumulate(products[:-1]))
-        for end in ends:
-            self._check_apart(end)
-        return [self.places[end - 1] for end in ends]
-
-    def _check_apart(self, end: int) -> None:
-        """Refuse a border behind the first `end` products inside of a layer."""
-        apart = [self.crossing_bytes[place] < inf for place in self.places]
-        if not apart[end - 1]:
-            op, _ = self.units[self.places[end - 1]]
-            allowed = [number for number, is_apart in enumerate(apart, 1) if is_apart]
-            nearest = sorted(allowed, key=lambda number: abs(number - end))[:2]
-            raise ValueError(
-                f"A rematerialised layer must be on one stage, but a border after "
-                f"product {end}, before {op.name!r} at "
-                f"{op.source or 'an unknown line'}, would cut one; let "
-                f"`stage_products` have it after product "
-                f"{' or '.join(map(str, sorted(nearest))) or 'none'}."
-            )
+        borders = [self.places[end - 1] for end in accumulate(products[:-1])]
+        for border in borders:
+            if self.crossing_bytes[border] == inf:
+                op, _ = self.units[border]
+                raise ValueError(
+                    f"A rematerialised layer must be on one stage, but "
+                    f"`stage_products` {tuple(products)} begin one before {op.name!r} "
+                    f"at {op.source or 'an unknown line'}, inside of a layer; let "
+                    f"stages begin with layers."
+                )
+        return borders
 
     def balanced(self, num_stages: int, costs: Sequence[float]) -> tuple[int, ...]:
         """Products of each stage such that the slowest is as fast as can be.

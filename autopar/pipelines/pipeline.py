@@ -33,8 +33,8 @@ from ..lowering.programs import (
 )
 from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.extremes import start_of
+from ..microbatches.microbatch_flow import Grain
 from ..microbatches.microbatch_runners import join_parts
-from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
 from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, State

@@ -13,7 +13,7 @@ import jax
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
-from ..clusters.ray_hosts import HostGroups, dealt_out
+from ..clusters.ray_hosts import HostGroups
 from ..frontend.tracing import trace
 from ..graph.effects import refuse_lost_callbacks
 from ..graph.garbage import without_garbage_collection
@@ -339,13 +339,10 @@ def submesh_shapes(
             HostGroups.of([shape.size for shape in shapes], inside)
         return shapes
     if devices % number:
-        hosts = cluster.num_hosts if cluster.ray_hosts is not None else 1
-        uneven = dealt_out(number, hosts, devices // hosts)
         raise ValueError(
             f"Devices are dealt out evenly, but {devices} devices cannot be to "
-            f"{number} submeshes; say how, for example stage_meshes="
-            f"{[f'x:{size}' for size in uneven]}, or use "
-            f"{_nearest_divisor(devices, number) * method.stages_per_submesh} stages."
+            f"{number} submeshes; say how with `stage_meshes`, or use a number that "
+            f"divides them."
         )
     share = devices // number
     if cluster.ray_hosts is not None:
@@ -354,8 +351,3 @@ def submesh_shapes(
     if options.mesh is not None:
         shape = parse_mesh(options.mesh, share)
     return (shape,) * number
-
-
-def _nearest_divisor(num_devices: int, number: int) -> int:
-    divisors = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
-    return min(divisors, key=lambda n: (abs(n - number), n), default=1)

@@ -234,9 +234,7 @@ class AskedPipeline:
                 rest = {k: spec for k, spec in pins.pins.items() if k != key}
                 yield f"the pin {key!r}: {keys[key]}", replace(pins, pins=rest)
             elif tensor in placement_pins(leaves, graph, mesh):
-                words = "the place where the argument lies when the step is called"
-                others = {k: v for k, v in pins.read_only.items() if k != given}
-                yield words, replace(pins, read_only=others)
+                yield "the place where the argument lies when the step is called", None
             is_state = self.base.flow.slots[given].kind == "state"
             for other in () if is_state else self._of_stage(stage).values():
                 if given in other.outputs and other is not asked:

@@ -8,7 +8,7 @@ another device's values are needed. All is "apply" work: it happens once a step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,13 @@ from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds, total_flops
 from ..frontend.tracing import trace
 from ..graph.build_graph import STRUCTURED, build_graph
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import GraphInput, Operator, OpGraph
+from ..graph.dependencies import tensors_of, updates_of
+from ..graph.op_graph import Operator, OpGraph
 from ..graph.work import is_heavy_operator
 from ..methods.place_operators import PlaceOperators
 from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.microbatch_flow import Phases
-from ..microbatches.microbatch_step import MicrobatchedStep
+from ..microbatches.microbatches import MicrobatchedStep
 from ..options import Options
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
@@ -162,8 +162,7 @@ def _together(
     """
     maker = _makers(graph)
     asked = [tuple(_matching(text, names, "together")) for text in method.together]
-    groups = [(i, *_update(graph, each, maker)) for i, each in enumerate(graph.inputs)]
-    groups += _light_with_heavy(graph, maker)
+    groups = [*_updates(graph, maker), *_light_with_heavy(graph, maker)]
     joined = nx.utils.UnionFind(range(len(names)))
     allowed = {node: is_allowed[node] for node in range(len(names))}
     for number, (first, *others) in enumerate([*asked, *groups]):
@@ -183,37 +182,24 @@ def _makers(graph: OpGraph) -> dict[int, int]:
     return maker
 
 
-def _update(
-    graph: OpGraph, graph_input: GraphInput, maker: dict[int, int]
-) -> list[int]:
-    """What makes a state leaf's next value of arrays of its shape, by light operators.
-
-    They end at other state (moments), and at what work on examples made (gradients).
-    """
-    after = None if graph_input.output is None else graph.outputs[graph_input.output]
-    if not isinstance(after, int):
-        return []
-    shape = graph.tensors[graph_input.tensor].type.shape
-    operators = graph.blocks[0].operators
-    waiting: list[object] = [after]
-    found: dict[int, None] = {maker[after]: None}
-    while waiting:
-        tensor = waiting.pop()
-        if not isinstance(tensor, int) or graph.tensors[tensor].type.shape != shape:
-            continue
-        node = maker[tensor]
-        if node in found and tensor != after:
-            continue
-        if node < len(graph.inputs):
-            if graph.inputs[node].output is not None and shape:
-                found[node] = None
-            continue
-        op = operators[node - len(graph.inputs)]
-        if op.kind in STRUCTURED or is_heavy_operator(op):
-            continue
-        found[node] = None
-        waiting.extend(op.operands)
-    return list(found)
+def _updates(graph: OpGraph, maker: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """State with its next value, and updates of arrays of a shape with each other."""
+    operators, first = graph.blocks[0].operators, len(graph.inputs)
+    updates = updates_of(operators)
+    for node, each in enumerate(graph.inputs):
+        after = None if each.output is None else graph.outputs[each.output]
+        if isinstance(after, int):
+            yield node, maker[after]
+    for node, op in enumerate(operators, first):
+        shapes = {kind.shape for kind in op.result_types if kind.shape}
+        for tensor in tensors_of(op.operands) if op.index in updates else ():
+            other = maker[tensor]
+            if other < first:
+                is_own = graph.inputs[other].output is not None
+            else:
+                is_own = operators[other - first].index in updates
+            if is_own and graph.tensors[tensor].type.shape in shapes:
+                yield node, other
 
 
 def _light_with_heavy(graph: OpGraph, maker: dict[int, int]) -> list[tuple[int, ...]]:

@@ -5,15 +5,13 @@ flops as can be and few bytes cross; scans over layers are cut by length for it 
 (`scan_lengths`). The backward work follows by
 *where values are available*: a forward value where it is made and where the forward
 reads it, a parameter on its stage, a cotangent on its stage and below. What comes from
-parameters or from the batch alone, without products, is made again where it is read;
-so is what backward alone reads, without products, where no stage has it at hand.
+parameters or from the batch alone, without products, is made again where it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from textwrap import shorten
 
@@ -237,8 +235,6 @@ class _Cutter:
             if op.index not in self.backward:
                 continue
             fitting, below = self.stages_of(op)
-            while not fitting and self.float_residuals(op):
-                fitting, below = self.stages_of(op)
             if not fitting:
                 return op
             if not below and len(fitting) > 1 and self.flops[op.index] == 0:
@@ -274,39 +270,6 @@ class _Cutter:
         below = [self.cotangent[t] for t in sources if t in self.cotangent]
         highest = min(below, default=self.num_stages)
         return [stage for stage in stages if stage <= highest], below
-
-    def float_residuals(self, op: Operator) -> bool:
-        """Make again where it is read what `op` reads and backward alone does.
-
-        False if there is nothing. Such operators follow their last reader in trace
-        order, which may be far from the stage that has what they are made of: slices of
-        residuals of work on the whole batch are.
-        """
-        makers = {self.made_by[t].index for t in self._sources(op) if t in self.made_by}
-        found = makers & self.residual_work
-        self.floating |= found
-        for index in found:
-            del self.stage[index]
-        return bool(found)
-
-    @cached_property
-    def residual_work(self) -> frozenset[int]:
-        """Forward operators without products that backward alone reads.
-
-        Those that are made where they are read are left out, as their own sources count
-        as theirs.
-        """
-        elsewhere = set(tensors_of(self.graph.outputs))
-        found: set[int] = set()
-        for op in reversed(self.operators):
-            if op.index in self.backward:
-                continue
-            is_read = not elsewhere.isdisjoint(op.results)
-            if is_read or self.flops[op.index] > 0:
-                elsewhere.update(tensors_of(op.operands))
-            elif op.index not in self.floating:
-                found.add(op.index)
-        return frozenset(found)
 
     def weight_tasks(self) -> frozenset[int]:
         """The backward operators that no lower stage waits for."""

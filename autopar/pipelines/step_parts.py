@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from ..jax_compat import (
     with_scan_counts,
 )
 from ..microbatches.microbatch_runners import WholeRunner
-from ..microbatches.microbatch_step import MicrobatchedStep
+from ..microbatches.microbatches import MicrobatchedStep
 from ..sharding.spec import State
 
 COUNTER = "microbatch"
@@ -184,17 +183,14 @@ def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
         read = examples.intersection(tensors_of(op.operands)).difference(prepared)
         if read:
             name = step.graph.tensors[min(read)].name
-            names = ", ".join(step.graph.tensors[tensor].name for tensor in step.batch)
             raise NotImplementedError(
                 f"A pipelined step may return values for each example, but not compute "
-                f"with those of all microbatches for now, as {op.name!r} at "
-                f"{op.source or 'an unknown line'} does with {name}; compute a metric "
-                f"outside of the step, from values for each example that it returns, "
-                f"or use autopar.ShardParallel(num_microbatches="
-                f"{step.num_microbatches}), or "
+                f"with those of all microbatches, as {op.name!r} at "
+                f"{op.source or 'an unknown line'} does with {name}; compute it out "
+                f"of the step, from values that it returns, or use "
+                f"autopar.ShardParallel(num_microbatches={step.num_microbatches}), or "
                 f'microbatch_semantics="independent", where only examples of one '
-                f"microbatch meet. What was cut is {shorten(names, 100)}; if the batch "
-                f"is another, say so with batch_argnums."
+                f"microbatch meet."
             )
 
 

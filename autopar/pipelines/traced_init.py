@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,11 @@ from ..graph.traced_function import TracedFunction
 from ..planner.whole_step import roles_of
 
 StepCall = tuple[tuple[Any, ...], Mapping[str, Any]]
+# What Python and JAX say where a step is given arguments that it is not made for.
+_MISFITS = (
+    *(TypeError, ValueError, LookupError, AttributeError),
+    *(AssertionError, ArithmeticError, RuntimeError),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,47 +73,77 @@ def trace_init(
         )
 
 
-def step_call(init: TracedInit, batch: Any, fun: Callable[..., Any]) -> StepCall:
+def step_call(
+    init: TracedInit,
+    batch: Any,
+    fun: Callable[..., Any],
+    static: StaticArguments,
+    only_arrays: bool,
+) -> StepCall:
     """The arguments of the step `fun`: the state's types, and the batch.
 
     A tuple of states or of batches may be spread over as many arguments, a dict of
-    batches be given by keyword. Of several that the signature allows, the first that
-    leaves no parameter to its default is meant.
+    batches be given by keyword. Where the signature allows several, that one is meant
+    which returns what `init` makes as state.
 
     Raises:
       TypeError: the signature allows none.
+      Exception: the step's own, of a class that says nothing of its arguments.
     """
-    state = init.state(init.types)
+    calls = _step_calls(fun, init.state(init.types), batch)
+    made = set(map(id, init.types))
+    for args, kwargs in calls if len(calls) > 1 else ():
+        with open_call(static, args, kwargs, only_arrays) as call:
+            try:
+                plain = plain_function(fun, call.statics)
+                roles = roles_of(trace(plain, *call.arguments())).roles
+            except _misfits():
+                continue
+        pairs = zip(call.leaves, roles, strict=True)
+        if any(id(leaf) in made and role == "state" for leaf, role in pairs):
+            return args, kwargs
+    return calls[0]
+
+
+def _misfits() -> tuple[type[Exception], ...]:
+    """Flax has a class of its own for what its modules say of other variables."""
+    flax = sys.modules.get("flax.errors")
+    return _MISFITS if flax is None else (*_MISFITS, flax.FlaxError)
+
+
+def _step_calls(fun: Callable[..., Any], state: Any, batch: Any) -> list[StepCall]:
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
-        return (state, *(batch if type(batch) is tuple else (batch,))), {}
-    calls = [call for call in _spellings(state, batch) if _binds(signature, call)]
-    if not calls:
-        name = getattr(fun, "__name__", type(fun).__name__)
-        raise TypeError(
-            f"The state that init_fn returns and `batch` must be the arguments of the "
-            f"step, but {name}{signature} cannot be called with "
-            f"{_counted(state, 'state')} and {_counted(batch, 'batch')}; let init_fn "
-            f"return a tuple of all state arguments, and pass the others as a tuple "
-            f"batch=(...)."
-        )
-    number = sum(each.default is each.empty for each in signature.parameters.values())
-    exact = (call for call in calls if len(call[0]) + len(call[1]) == number)
-    return next(exact, calls[0])
+        return [((state, *(batch if type(batch) is tuple else (batch,))), {})]
+    calls = [
+        (args, kwargs)
+        for args, kwargs in _spellings(state, batch)
+        if _binds(signature, args, kwargs)
+    ]
+    if calls:
+        return calls
+    name = getattr(fun, "__name__", type(fun).__name__)
+    raise TypeError(
+        f"The state that init_fn returns and `batch` must be the arguments of the "
+        f"step, but {name}{signature} cannot be called with {_counted(state, 'state')} "
+        f"and {_counted(batch, 'batch')}; let init_fn return a tuple of all state "
+        f"arguments, and pass the others as a tuple batch=(...)."
+    )
 
 
 def _spellings(state: Any, batch: Any) -> Iterator[StepCall]:
-    states = [(state,), *([state] if type(state) is tuple else [])]
-    batches = [(batch,), *([batch] if type(batch) is tuple else [])]
-    yield from (((*first, *then), {}) for then in batches for first in states)
-    if isinstance(batch, Mapping) and all(isinstance(k, str) for k in batch):
-        yield from ((first, dict(batch)) for first in states)
+    for first in [(state,), *([state] if type(state) is tuple else [])]:
+        yield (*first, batch), {}
+        if type(batch) is tuple:
+            yield (*first, *batch), {}
+        if isinstance(batch, Mapping) and all(isinstance(k, str) for k in batch):
+            yield first, dict(batch)
 
 
-def _binds(signature: inspect.Signature, call: StepCall) -> bool:
+def _binds(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
     try:
-        signature.bind(*call[0], **call[1])
+        signature.bind(*args, **kwargs)
     except TypeError:
         return False
     return True
@@ -116,22 +151,6 @@ def _binds(signature: inspect.Signature, call: StepCall) -> bool:
 
 def _counted(value: Any, noun: str) -> str:
     return f"one {noun}" + f" or {len(value)}" * (type(value) is tuple)
-
-
-@contextmanager
-def noting_state(init: TracedInit) -> Iterator[None]:
-    """Errors that are raised in here say which state the step was planned for."""
-    try:
-        yield
-    except Exception as error:
-        kinds = zip(init.paths, init.types, strict=True)
-        some = [f"{path or 'it'} is {x.dtype}{list(x.shape)}" for path, x in kinds]
-        more = f", and {len(some) - 4} more" * (len(some) > 4)
-        error.add_note(
-            f"raised where the step meets the state that init_fn returns, of which "
-            f"{', '.join(some[:4])}{more}"
-        )
-        raise
 
 
 def _is_static(argument: Any) -> bool:

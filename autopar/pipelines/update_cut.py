@@ -48,7 +48,7 @@ def cut_apply(
     `home` is the stage of the parameters, `sums` that of the sums over microbatches,
     which are sent once if the parameter lives elsewhere; `everywhere` are inputs that
     every stage may read, as they do not change; so may state that is returned as it
-    came in, where it is read by several. Other arrays (moments) follow what they meet.
+    came in. Other arrays (moments) follow what they meet.
     Parameters that meet (a network, and the average of it that makes its targets) live
     where the gradients of one of them are made.
 
@@ -57,8 +57,11 @@ def cut_apply(
     """
     operators = graph.blocks[0].operators
     scalars = {t.index for t in graph.tensors if t.type.size <= 1}
-    shared = _shared(graph, {**sums, **home}, everywhere, scalars)
-    everywhere |= shared.keys()
+    everywhere |= {
+        each.tensor
+        for each in graph.inputs
+        if each.output is not None and graph.outputs[each.output] == each.tensor
+    }
     small = scalars | everywhere | _made_of(operators, everywhere, scalars)
     together = _components(graph, small)
     arrays = {tensor: stage for tensor, stage in home.items() if tensor not in small}
@@ -70,7 +73,7 @@ def cut_apply(
         arrays = [t for t in (*tensors_of(op.operands), *op.results) if t not in small]
         return stage_of.get(together[("tensor", arrays[0])], 0) if arrays else None
 
-    known = {**shared, **home, **sums}
+    known = {**home, **sums}
     num_tensors = len(graph.tensors)
     graph, summed_on = sum_by_stage(graph, stage_of_operator)
     small.update(range(num_tensors, len(graph.tensors)))
@@ -125,44 +128,6 @@ def _components(graph: OpGraph, small: Set[int]) -> networkx.utils.UnionFind:
         if isinstance(after, int) and not {after, each.tensor} & small:
             together.union(("tensor", each.tensor), ("tensor", after))
     return together
-
-
-def _shared(
-    graph: OpGraph, home: Mapping[int, int], everywhere: Set[int], scalars: Set[int]
-) -> dict[int, int]:
-    """State that is returned as it came in and that several stages read.
-
-    By tensor, the first of its stages: coefficients of an optimizer, for one. What one
-    stage reads stays with the arrays it meets there.
-    """
-    kept = {
-        each.tensor
-        for each in graph.inputs
-        if each.output is not None and graph.outputs[each.output] == each.tensor
-    } - scalars
-    if not kept:
-        return {}
-    operators = graph.blocks[0].operators
-    held = everywhere | kept
-    small = scalars | held | _made_of(operators, held, scalars)
-    together = _components(graph, small)
-    stage_of = {
-        together[("tensor", tensor)]: stage
-        for tensor, stage in home.items()
-        if tensor not in small
-    }
-    stages = {t: {home[t]} if t in home else set[int]() for t in kept}
-    made_of = {tensor: {tensor} for tensor in kept}
-    for op in operators:
-        reads = tensors_of(op.operands)
-        sources = {s for t in reads for s in made_of.get(t, ())}
-        arrays = [t for t in (*reads, *op.results) if t not in small]
-        root = together[("tensor", arrays[0])] if arrays else None
-        for tensor in sources:
-            stages[tensor].update([stage_of[root]] if root in stage_of else [])
-        if sources and not arrays:
-            made_of.update(dict.fromkeys(op.results, sources))
-    return {t: min(readers) for t, readers in stages.items() if len(readers) > 1}
 
 
 def _made_of(

@@ -223,7 +223,7 @@ class _Search:
           InfeasiblePlanError: the plan does not fit.
         """
         bound = min(bound, found.cost)
-        assignment = Assignment(found.choices, found.cost, bound, found.bytes)
+        assignment = Assignment(found.choices, found.cost, bound)
         profile = self._profile(assignment)
         if found.bytes > self.budget_bytes:
             raise infeasible_error(profile, self.budget_bytes)

@@ -18,9 +18,8 @@ from ..graph.pins import keys_of_paths, spellings
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
 from ..microbatches.counts_apart import with_counts_apart
-from ..microbatches.microbatch_independent import trace_microbatch
+from ..microbatches.microbatch_independent import microbatched, trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
-from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
 from .batch_inputs import batch_by_use
 from .padded_trace import padded_arguments

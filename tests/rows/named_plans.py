@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
+import pulp
 
 from autopar.clusters.cluster import Cluster
 from autopar.costs.resharding import Resharder
@@ -17,7 +19,9 @@ from autopar.planner.strategies import strategy_seconds
 from autopar.planner.vertices import Vertex
 from autopar.sharding.mesh import MeshLike, MeshShape, parse_mesh
 from autopar.sharding.spec import REPLICATED
-from autopar.solver import solve
+from autopar.solver import Assignment, solve
+from autopar.solver.clock import Clock
+from autopar.solver.ilp import _Program
 from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case
 
@@ -68,13 +72,31 @@ def plan_within(case: Case, mesh: MeshLike, state_bytes: int) -> Plan:
     problem = problem_of(case, mesh)
     inputs = [i for i in problem.graph.inputs if i.role == "state"]
     homes = tuple(problem.writer(i.tensor)[0] for i in inputs)
-    graph = replace(problem.choice_graph, live_sets=(homes,), budget=state_bytes)
-    return _solved(replace(problem, choice_graph=graph))
+    graph = problem.choice_graph
+    program = _Program(graph, inf, Clock(), inf)
+    program.problem += (
+        pulp.lpSum(
+            float(held / state_bytes) * chosen
+            for node in homes
+            for chosen, held in zip(
+                program.x[node], graph.nodes[node].bytes, strict=True
+            )
+        )
+        <= 1
+    )
+    found = program.run(0.0, 60.0)
+    assert found.choices is not None, "no plan has state of so few bytes"
+    return _read(problem, Assignment(found.choices, found.bound, found.bound))
 
 
 def _solved(problem: ShardingProblem, cluster: Cluster | None = None) -> Plan:
+    return _read(problem, solve(problem.choice_graph, gap=0.0), cluster)
+
+
+def _read(
+    problem: ShardingProblem, assignment: Assignment, cluster: Cluster | None = None
+) -> Plan:
     cluster = cluster or Cluster.local()
-    assignment = solve(problem.choice_graph, gap=0.0)
     resharder = Resharder(problem.mesh, cluster)
     return Plan(read_plan(problem, assignment, cluster, resharder))
 

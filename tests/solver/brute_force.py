@@ -10,27 +10,18 @@ MOST_ASSIGNMENTS = 2_000_000
 
 
 def brute_force(graph: ChoiceGraph) -> Assignment:
-    """The optimal assignment, by enumeration.
-
-    Raises Infeasible, with the exact least budget, where there is none.
-    """
+    """The optimal assignment, by enumeration; Infeasible where there is none."""
     sizes = [node.costs.size for node in graph.nodes]
     if prod(sizes) > MOST_ASSIGNMENTS:
         raise ValueError(
             f"brute force tries at most {MOST_ASSIGNMENTS} assignments, but got "
             f"{prod(sizes)}; use solve()."
         )
-    best, best_cost, least_budget = None, inf, inf
+    best, best_cost = None, inf
     for choices in product(*map(range, sizes)):
         cost = graph.cost(choices)
-        if cost == inf:
-            continue
-        least_budget = min(least_budget, graph.peak_bytes(choices))
-        if cost < best_cost and graph.is_within_budget(choices):
+        if cost < best_cost:
             best, best_cost = choices, cost
     if best is None:
-        raise Infeasible(
-            f"an assignment must fit the budget {graph.budget}, but the least that "
-            f"does is {least_budget}; use that."
-        )
-    return Assignment(best, best_cost, best_cost, graph.peak_bytes(best))
+        raise Infeasible("an assignment must be allowed, but all are forbidden.")
+    return Assignment(best, best_cost, best_cost)

@@ -41,7 +41,6 @@ class _Builder:
     sizes: list[float] = field(default_factory=list)
     out_class: list[np.ndarray] = field(default_factory=list)
     readers: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
-    last_use: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.specs = list(product((None, 0, 1), repeat=len(self.axes)))
@@ -54,10 +53,8 @@ class _Builder:
         self.nodes.append(kind.node)
         self.sizes.append(size)
         self.out_class.append(kind.spec_classes[-1])
-        self.last_use.append(index)
         for tensor, classes in zip(inputs, kind.spec_classes[:-1], strict=True):
             self.readers.setdefault(tensor, []).append((index, classes))
-            self.last_use[tensor] = index
         return index
 
     def elementwise(self, size: float, *inputs: int) -> int:
@@ -119,11 +116,9 @@ def train_step_graph(num_layers: int, axes: tuple[int, ...] = (4, 4)) -> ChoiceG
     grad = build.elementwise(BATCH * HIDDEN, value)
     for tape in reversed(tapes):
         grad = _backward(build, grad, tape)
-    num_operators = len(build.nodes)
     for tensor, readers in sorted(build.readers.items()):
         _connect(build, tensor, readers)
-    live_sets = _live_sets(build, num_operators)
-    return ChoiceGraph(tuple(build.nodes), tuple(build.edges), live_sets)
+    return ChoiceGraph(tuple(build.nodes), tuple(build.edges))
 
 
 _Tape = list[tuple[str, float, float, int, int]]
@@ -176,11 +171,3 @@ def _connect(
     build.edges += [Edge(relay, to, own, classes, costs) for to, classes in readers]
     held = [build.sizes[tensor] / build.ways(spec) for spec in build.specs]
     build.nodes.append(Node("relay", np.zeros(len(held)), np.array(held)))
-
-
-def _live_sets(build: _Builder, num_operators: int) -> tuple[tuple[int, ...], ...]:
-    made, last_use = np.arange(num_operators), np.array(build.last_use[:num_operators])
-    return tuple(
-        tuple(np.flatnonzero((made <= point) & (last_use >= point)).tolist())
-        for point in range(0, num_operators, 3)
-    )

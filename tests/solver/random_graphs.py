@@ -17,7 +17,6 @@ def random_graph(
     density: float = 0.5,
     num_copies: int = 1,
     forbidden: float = 0.1,
-    num_live_sets: int = 0,
 ) -> ChoiceGraph:
     """Integer costs (so ties abound), parallel edges, forbidden entries, copies."""
     rng = np.random.default_rng(seed)
@@ -42,25 +41,9 @@ def random_graph(
             np.arange(sizes[producer]),
             copy,
         )
-    live_sets = tuple(
-        tuple(v for v in range(len(nodes)) if rng.random() < 0.6)
-        for _ in range(num_live_sets)
-    )
-    graph = ChoiceGraph(tuple(nodes), tuple(edges), live_sets, None, 2.0)
+    graph = ChoiceGraph(tuple(nodes), tuple(edges), constant=2.0)
     assert_valid(graph)
     return graph
-
-
-def with_budget(graph: ChoiceGraph, fraction: float) -> ChoiceGraph:
-    """A budget this far between the least and the most that a live set can hold."""
-    least = [min(node.bytes) for node in graph.nodes]
-    most = [max(node.bytes) for node in graph.nodes]
-    low = max((sum(least[v] for v in live) for live in graph.live_sets), default=0)
-    high = max((sum(most[v] for v in live) for live in graph.live_sets), default=0)
-    budget = float(low + fraction * (high - low))
-    return ChoiceGraph(
-        graph.nodes, graph.edges, graph.live_sets, budget, graph.constant
-    )
 
 
 def every_assignment(graph: ChoiceGraph) -> list[tuple[int, ...]]:

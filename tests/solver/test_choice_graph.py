@@ -35,13 +35,6 @@ def test_a_graph_without_edges_costs_what_its_nodes_do() -> None:
     assert graph.cost([1, 0]) == 5.0
 
 
-def test_peak_is_the_largest_live_set() -> None:
-    nodes = tuple(node(0, 0, held=(size, 2 * size)) for size in (1.0, 2.0, 4.0))
-    graph = ChoiceGraph(nodes, (), ((0, 1), (1, 2)), budget=9.0)
-    assert graph.peak_bytes((0, 0, 0)) == 6
-    assert graph.is_within_budget((1, 0, 0)) and not graph.is_within_budget((0, 1, 1))
-
-
 def test_a_shared_copy_is_paid_once() -> None:
     producer, readers = node(0.0), [node(9.0, 0.0), node(9.0, 0.0)]
     needs = np.array([False, True])

@@ -12,7 +12,6 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
 from autopar.solver.likely import improve_among_likely
-from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import Passing
 from autopar.solver.reduce import Reduced, reduce
 from autopar.solver.sweep_order import sweep_order
@@ -73,17 +72,6 @@ def test_reduce_keeps_the_optimum(seed: int, density: float) -> None:
 def test_reduce_alone_solves_trees_and_rings(density: float) -> None:
     graph = random_graph(1, num_nodes=6, density=density / 3, forbidden=0, num_copies=0)
     assert not reduce(graph).graph.nodes
-
-
-@given(seeds)
-def test_merging_keeps_the_optimum(seed: int) -> None:
-    graph = random_graph(seed, num_nodes=5, most_choices=3, forbidden=0.03)
-    merged = merge_nodes(graph, choose_pairs(graph, 100), ArrayPool())
-    best = optimum(graph)
-    assert optimum(merged.graph) == pytest.approx(best)
-    if best < inf:
-        plan = merged.expand(brute_force(merged.graph).choices)
-        assert graph.cost(plan) == pytest.approx(best)
 
 
 @given(seeds, densities, st.integers(1, 8))

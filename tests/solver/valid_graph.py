@@ -22,7 +22,4 @@ def assert_valid(graph: ChoiceGraph) -> None:
             assert classes.shape == graph.nodes[end].costs.shape
             assert classes.dtype.kind in "iu"
             assert 0 <= classes.min() <= classes.max() < number
-    for live in graph.live_sets:
-        assert len({*live}) == len(live) and {*live} <= {*range(count)}
-    assert graph.budget is None or graph.budget >= 0
     assert np.isfinite(graph.constant)
