@@ -34,17 +34,6 @@ MOST_OF_GROUPS = 72  # letters
 _MOST_LINES = 4  # source lines that are named for a stage
 
 
-def format_plan(plan: Decision, *, operators: bool = False) -> str:
-    """The plan as text of 100 columns.
-
-    Args:
-      plan: the plan.
-      operators: list every operator, not only the heavy ones; of a pipeline, those of
-        every stage program.
-    """
-    return as_text(plan_parts(plan, operators))
-
-
 def as_text(parts: Iterable[RenderableType]) -> str:
     """What is printed, as lines of 100 columns."""
     text = StringIO()
