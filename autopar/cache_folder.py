@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import logging
 import os
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -28,12 +27,7 @@ def base_folder() -> Path:
     given = os.environ.get(VARIABLE)
     if given is not None and given.strip().lower() not in _OFF:
         return Path(given).expanduser()
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "autopar"
 
 

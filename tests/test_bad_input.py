@@ -297,6 +297,6 @@ class TestTheFunctionsOwnErrors:
             jax.debug.print("{}", x.sum(), ordered=True)
             return x
 
-        message = r"test_bad_input.py:\d+.*\(.*fun\) is ordered.*Write ordered=False"
+        message = r"test_bad_input.py:\d+.*\(.*fun\) has Ordered.*Write ordered=False"
         with pytest.raises(NotImplementedError, match=message):
             autopar.parallelize(fun)(X)

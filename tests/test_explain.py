@@ -14,7 +14,6 @@ import autopar
 from autopar.plans import explain
 from autopar.plans.explain import (
     format_bytes,
-    format_plan,
     format_seconds,
 )
 from autopar.plans.leaf_groups import group_leaves
@@ -23,7 +22,7 @@ from autopar.plans.plan_view import format_source
 from autopar.sharding.spec import REPLICATED
 from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
-from tests.tiny_plans import make_plan
+from tests.tiny_plans import format_plan, make_plan
 
 GOLDEN = """\
 plan of step, for one step

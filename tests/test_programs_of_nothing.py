@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.plans.explain import format_plan
 from tests.like_jit import assert_same
+from tests.tiny_plans import format_plan
 
 X = jnp.arange(16.0).reshape(8, 2)
 

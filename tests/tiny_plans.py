@@ -1,5 +1,6 @@
 """A hand-made plan with one of everything, for tests of what reads and prints plans."""
 
+from autopar.plans.explain import as_text, plan_parts
 from autopar.plans.plan import (
     Conversion,
     InputPlan,
@@ -8,6 +9,7 @@ from autopar.plans.plan import (
     ShardingPlan,
     TensorPlan,
 )
+from autopar.plans.plan_view import Decision
 from autopar.sharding.collective import Collective
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.spec import REPLICATED, SUM
@@ -102,3 +104,8 @@ def make_plan(mesh: MeshShape = MESH, gap: float = 0.001) -> ShardingPlan:
             split_flops_fraction=1.0,
         ),
     )
+
+
+def format_plan(plan: Decision, *, operators: bool = False) -> str:
+    """What is printed of a plan."""
+    return as_text(plan_parts(plan, operators))

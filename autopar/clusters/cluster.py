@@ -24,7 +24,7 @@ from autopar.clusters.hardware import (
 )
 from autopar.clusters.ici import SLICES, SliceShape, standard_shape
 from autopar.clusters.joined import JoinedFile, join_clusters
-from autopar.clusters.links import link_over
+from autopar.clusters.links import link_of_groups
 from autopar.clusters.measured_links import measured_on, with_group_sizes
 from autopar.clusters.preset_names import (
     check_one_host,
@@ -274,7 +274,12 @@ class Cluster:
         Raises:
           ValueError: an unknown axis, or a mesh of more devices than the cluster has.
         """
-        return link_over(self, mesh, axes)
+        if mesh.size > self.num_devices:
+            raise ValueError(
+                f"a mesh cannot hold more devices than its cluster, but {mesh} needs "
+                f"{mesh.size} and {self.name} has {self.num_devices}; use smaller axes."
+            )
+        return link_of_groups(self, mesh.groups(axes), mesh.axis_sizes)
 
     def __str__(self) -> str:
         return (

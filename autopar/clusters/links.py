@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..sharding.mesh import MeshShape
 from .hardware import AxisLink
-
-
-def link_over(cluster: Any, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
-    """See `Cluster.link`, whose file imports this one."""
-    if mesh.size > cluster.num_devices:
-        raise ValueError(
-            f"a mesh cannot hold more devices than its cluster, but {mesh} needs "
-            f"{mesh.size} and {cluster.name} has {cluster.num_devices}; use smaller "
-            f"axes."
-        )
-    return link_of_groups(cluster, mesh.groups(axes), mesh.axis_sizes)
 
 
 def link_of_groups(

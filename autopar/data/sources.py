@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +17,6 @@ from ..state.examples import Examples
 from .placing import Placing
 
 Position = dict[str, Any]
-
-
-class Reader(Protocol):
-    """Where batches come from; `position` is that of the next."""
-
-    @property
-    def position(self) -> Position: ...
-    def read(self) -> Any:
-        """The next batch, placed; raises StopIteration at the end."""
 
 
 @dataclass(eq=False)
@@ -95,6 +86,9 @@ class BatchReader:
         found = self.placing.placed([np.array(leaf) for leaf in leaves])
         self.num_batches += 1
         return found
+
+
+Reader = ExampleReader | BatchReader
 
 
 def is_by_number(source: Any) -> bool:

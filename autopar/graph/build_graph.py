@@ -160,17 +160,10 @@ class _Builder:
         return block
 
     def freeze(self, block: _OpenBlock) -> Block:
-        return Block(
-            block.index,
-            block.parent,
-            block.trip_count,
-            block.weight,
-            block.conditional,
-            block.unbounded,
-            tuple(block.inputs),
-            tuple(block.outputs),
-            tuple(block.operators),
-        )
+        own: dict[str, Any] = dict(vars(block))
+        for name in ("inputs", "outputs", "operators"):
+            own[name] = tuple(own[name])
+        return Block(**own)
 
     def tensor(self, name: str, kind: TensorType, block: _OpenBlock) -> int:
         self.tensors.append(Tensor(len(self.tensors), name, kind, block.index))

@@ -10,12 +10,6 @@ from ..jax_compat import source_line
 from .op_graph import Operator, OpGraph
 
 CALLBACKS = ("debug_callback", "debug_print", "io_callback")
-_REF_EFFECTS = (
-    "InternalMutableArrayEffect",
-    "ReadEffect",
-    "WriteEffect",
-    "AccumEffect",
-)
 
 
 def refuse_effects(eqn: Any) -> None:
@@ -29,27 +23,16 @@ def refuse_effects(eqn: Any) -> None:
         return
     names = sorted(type(effect).__name__ for effect in eqn.effects)
     kind, where = eqn.primitive.name, source_line(eqn)
-    if any(name.startswith("Ordered") for name in names):
-        raise NotImplementedError(
-            f"Side effects must be unordered, but {kind!r} at {where} is ordered: the "
-            f"devices of a parallel step run on their own, and nothing keeps the order "
-            f"of what they call. Write ordered=False, or return the value and use it "
-            f"outside of the step."
-        )
-    if any(name in _REF_EFFECTS for name in names):
-        raise NotImplementedError(
-            f"A parallel step must be a function of its arguments, but {kind!r} at "
-            f"{where} reads or writes a mutable Ref, which has no sharding of its own. "
-            f"Take the array as an argument and return its next value."
-        )
+    is_ordered = any(name.startswith("Ordered") for name in names)
     # In a user's own shard_map a callback is each device's own, as it is in jax.jit.
     is_own = kind == "shard_map" and set(names) <= {"DebugEffect", "IOEffect"}
-    if names and kind not in CALLBACKS and not is_own:
+    if is_ordered or not (kind in CALLBACKS or is_own):
         raise NotImplementedError(
-            f"Side effects must be those of jax.debug.print, jax.debug.callback or "
-            f"io_callback, which can run once, but {kind!r} at {where} has "
-            f"{', '.join(names)}. Take it out of the step, or declare it free of side "
-            f"effects if it is."
+            f"Side effects must be those of an unordered jax.debug.print, "
+            f"jax.debug.callback or io_callback, which can run once, but {kind!r} at "
+            f"{where} has {', '.join(names)}. Write ordered=False, return the value "
+            f"and use it outside, or, in place of a mutable Ref, take the array as an "
+            f"argument and return its next value."
         )
 
 

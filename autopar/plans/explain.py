@@ -34,17 +34,6 @@ MOST_OF_GROUPS = 72  # letters
 _MOST_LINES = 4  # source lines that are named for a stage
 
 
-def format_plan(plan: Decision, *, operators: bool = False) -> str:
-    """The plan as text of 100 columns.
-
-    Args:
-      plan: the plan.
-      operators: list every operator, not only the heavy ones; of a pipeline, those of
-        every stage program.
-    """
-    return as_text(plan_parts(plan, operators))
-
-
 def as_text(parts: Iterable[RenderableType]) -> str:
     """What is printed, as lines of 100 columns."""
     text = StringIO()
@@ -121,29 +110,29 @@ def _header(
         f"{format_bytes(predicted.peak_bytes)} a device at the peak, "
         f"{format_bytes(plan.state_bytes())} of it state"
     )
-    grid = _grid(answers)
-    grid.add_row("mesh", Text(mesh))
-    grid.add_row("predicted", f"{format_seconds(predicted.step_seconds)} = {split}")
-    grid.add_row("collectives", f"{format_bytes(predicted.collective_bytes)} a device")
-    grid.add_row("memory", memory)
-    if plan.remat:
-        grid.add_row("remat", f"{plan.remat}: what the backward pass makes again")
-    if plan.padding:
-        grid.add_row("padding", plan.padding_words())
-    if predicted.host_bytes:
-        host = (
-            f"{format_bytes(predicted.host_bytes)} a device of state, moved for the "
-            f"update in {format_seconds(predicted.host_seconds)}"
-        )
-        grid.add_row("host memory", host)
-    if predicted.bubble_fraction:
-        grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
-    grid.add_row("gap", predicted.gap_words)
-    split = predicted.split_flops_fraction
-    rest = ", none twice" if split == 1 else "; devices repeat the rest"
-    words = f"{split:.1%} of the heavy flops{rest}"
+    rest = ", none twice" if predicted.split_flops_fraction == 1 else ""
+    words = f"{predicted.split_flops_fraction:.1%} of the heavy flops"
+    words += rest or "; devices repeat the rest"
     has_heavy = any(op.is_heavy for op in program.operators)
-    grid.add_row("split", words if has_heavy else "the step has no heavy operators")
+    host = (
+        f"{format_bytes(predicted.host_bytes)} a device of state, moved for the update "
+        f"in {format_seconds(predicted.host_seconds)}"
+    )
+    rows = (
+        ("mesh", mesh),
+        ("predicted", f"{format_seconds(predicted.step_seconds)} = {split}"),
+        ("collectives", f"{format_bytes(predicted.collective_bytes)} a device"),
+        ("memory", memory),
+        (
+            "remat",
+            f"{plan.remat}: what the backward pass makes again" * bool(plan.remat),
+        ),
+        ("padding", plan.padding_words()),
+        ("host memory", host * bool(predicted.host_bytes)),
+        ("gap", predicted.gap_words),
+        ("split", words if has_heavy else "the step has no heavy operators"),
+    )
+    grid = _grid((*answers, *(row for row in rows if row[1])))
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
 
 
@@ -249,33 +238,25 @@ def _in_short(groups: str) -> str:
 
 def _stages_header(plan: StagedPlan, answers: Rows) -> RenderableType:
     predicted = plan.predicted
-    grid = _grid(answers)
-    grid.add_row(
-        "stages",
-        Text(
-            f"{plan.num_stages} on {len(plan.meshes)} submeshes of cluster "
-            f"{plan.cluster}"
-        ),
-    )
-    grid.add_row(
-        "microbatches",
-        f"{plan.num_microbatches}, {plan.microbatch_semantics}, {plan.schedule}",
-    )
-    grid.add_row(
-        "predicted",
+    on = f"{len(plan.meshes)} submeshes of cluster {plan.cluster}"
+    form = f"{plan.num_microbatches}, {plan.microbatch_semantics}, {plan.schedule}"
+    seconds = (
         f"{format_seconds(predicted.step_seconds)}, of which the busiest submesh has "
         f"{format_seconds(predicted.compute_seconds)} compute and "
-        f"{format_seconds(predicted.collective_seconds)} collectives",
+        f"{format_seconds(predicted.collective_seconds)} collectives"
     )
-    grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
-    grid.add_row(
-        "collectives", f"{format_bytes(predicted.collective_bytes)} a device at most"
+    rows = (
+        ("stages", f"{plan.num_stages} on {on}"),
+        ("microbatches", form),
+        ("predicted", seconds),
+        ("bubble", f"{predicted.bubble_fraction:.1%} of the time"),
+        ("collectives", f"{format_bytes(predicted.collective_bytes)} a device at most"),
+        ("transfers", f"{format_bytes(plan.transfer_bytes)} in all"),
+        ("memory", f"{format_bytes(predicted.peak_bytes)} a device at the peak"),
+        ("gap", predicted.gap_words),
     )
-    grid.add_row("transfers", f"{format_bytes(plan.transfer_bytes)} in all")
-    grid.add_row("memory", f"{format_bytes(predicted.peak_bytes)} a device at the peak")
-    grid.add_row("gap", predicted.gap_words)
     title = f"plan of {plan.function}, a pipeline, for one step"
-    return Group(Text(title, style="bold"), grid)
+    return Group(Text(title, style="bold"), _grid((*answers, *rows)))
 
 
 def _stage_table(view: PlanView, plan: StagedPlan) -> RenderableType:

@@ -314,18 +314,14 @@ def _alternatives(
         priced = changes(here, there)
         rows.add_row(Text(each.title), Text(each.choice), *priced)
     yield section("what else it could be, and its price", rows)
+    words = (
+        f"The runner-up is the best {found.noun} with other {noun} here; all else may "
+        f"change. Every row is solved anew"
+    )
     if found.view.stages is not None:
         words = (
-            f"The runner-up is the stage planned anew with other {noun} here; all else "
-            f"of it may change, other stages stay. Seconds of the step are those of "
-            f"the whole pipeline, the rest is of the stage's devices. A stage is "
-            f"planned by its work on a microbatch, so a runner-up may be quicker in "
-            f"the end. Every row is solved anew"
-        )
-    else:
-        words = (
-            f"The runner-up is the best plan with other {noun} here; all else may "
-            f"change. Every row is solved anew"
+            f"Seconds of the step are the whole pipeline's, the rest the stage's own. "
+            f"{words}, by its work on a microbatch"
         )
     if isfinite(max(gaps)):
         words += f", up to {format_seconds(round(max(gaps) * here.step_seconds, 12))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .explain import format_bytes, format_seconds
+from .explain import format_seconds
 from .plan_diff import PlanDiff, diff_plans
 from .plan_view import Decision
 
@@ -24,14 +24,8 @@ class KeptCheck:
         return not self.reason
 
     def __str__(self) -> str:
-        kept, made = self.diff.before.predicted, self.diff.after.predicted
-        if not self.is_kept:
-            return self.reason
-        return (
-            f"the plan is as it was kept: step {format_seconds(made.step_seconds)} "
-            f"(kept {format_seconds(kept.step_seconds)}), peak "
-            f"{format_bytes(made.peak_bytes)} (kept {format_bytes(kept.peak_bytes)})"
-        )
+        seconds = format_seconds(self.diff.after.predicted.step_seconds)
+        return self.reason or f"the plan is as it was kept: step {seconds}"
 
 
 def check_kept(
@@ -56,22 +50,20 @@ def check_kept(
 
 def _reason(diff: PlanDiff, tolerance: float) -> str:
     kept, made = diff.before, diff.after
-    if kept.decision.cluster != made.decision.cluster:
+    clusters = kept.decision.cluster, made.decision.cluster
+    if clusters[0] != clusters[1]:
         return (
-            f"the kept plan is for the cluster {kept.decision.cluster}, and this one "
-            f"is for {made.decision.cluster}; plan for the same cluster"
+            f"the kept plan is for the cluster {clusters[0]}, and this one is for "
+            f"{clusters[1]}; plan for the same cluster"
         )
     if not diff.has_same_decisions:
         return "the plan differs from the one that was kept"
-    figures = (
-        ("step", kept.predicted.step_seconds, made.predicted.step_seconds),
-        ("peak", kept.predicted.peak_bytes, made.predicted.peak_bytes),
-    )
-    for name, was, now in figures:
+    for name in ("step_seconds", "peak_bytes"):
+        was, now = getattr(kept.predicted, name), getattr(made.predicted, name)
         if now > was * (1 + tolerance):
             more = now / was - 1 if was else float("inf")
             return (
-                f"the plan decides as the kept one, but its {name} is predicted "
-                f"{more:.1%} above it, where {tolerance:.1%} are tolerated"
+                f"the plan decides as the kept one, but its {name.split('_')[0]} is "
+                f"predicted {more:.1%} above it, where {tolerance:.1%} are tolerated"
             )
     return ""

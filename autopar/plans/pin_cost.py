@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.text import Text
+
+from .explain import as_text, table
+
 
 @dataclass(frozen=True)
 class PinCost:
@@ -35,15 +39,10 @@ class PinCosts:
     def __str__(self) -> str:
         if not self.costs:
             return "no pins"
-        width = max(len(cost.pin) for cost in self.costs)
-        lines = [
-            f"{'pin':{width}}  {'with it':>12}  {'without it':>12}  {'it costs':>12}"
-        ]
+        rows = table("pin", ">with it", ">without it", ">it costs")
         for cost in self.costs:
             part = cost.seconds / self.step_seconds if self.step_seconds else 0.0
-            lines.append(
-                f"{cost.pin:{width}}  {cost.step_seconds * 1e6:>9.1f} us  "
-                f"{cost.seconds_without * 1e6:>9.1f} us  "
-                f"{cost.seconds * 1e6:>9.1f} us ({part:.1%})"
-            )
-        return "\n".join(lines)
+            seconds = cost.step_seconds, cost.seconds_without, cost.seconds
+            first, second, third = (f"{each * 1e6:.1f} us" for each in seconds)
+            rows.add_row(Text(cost.pin), first, second, f"{third} ({part:.1%})")
+        return as_text([rows])

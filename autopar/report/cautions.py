@@ -1,4 +1,4 @@
-"""What of a plan is not as it should be: work done twice, collectives miscounted."""
+"""What of a plan is not as it should be: work done twice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _MOST_NAMED = 5
 
 
 def cautions(programs: Sequence[ProgramView]) -> tuple[str, ...]:
-    """Sentences, the most serious first."""
-    return (*_about_repeated_work(programs), *_about_loops(programs))
+    """Sentences, one for each program of which devices repeat heavy work."""
+    return tuple(_about_repeated_work(programs))
 
 
 def _about_repeated_work(programs: Sequence[ProgramView]) -> Iterator[str]:
@@ -31,20 +31,4 @@ def _about_repeated_work(programs: Sequence[ProgramView]) -> Iterator[str]:
         yield (
             f"{where}{share:.1%} of the heavy flops are done by several devices alike: "
             f"{named}{more}."
-        )
-
-
-def _about_loops(programs: Sequence[ProgramView]) -> Iterator[str]:
-    found = [each for program in programs for each in program.sharding.collectives]
-    unbounded = sum(each.unbounded for each in found)
-    conditional = sum(each.conditional for each in found)
-    if unbounded:
-        yield (
-            f"{unbounded} collectives stand in loops of unknown length and are counted "
-            f"once."
-        )
-    if conditional:
-        yield (
-            f"{conditional} collectives stand in branches and are counted as if these "
-            f"were taken."
         )

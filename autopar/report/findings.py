@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
@@ -91,27 +91,15 @@ class PlanOrigin(Protocol):
         ...
 
 
-_HOW = (
-    "call report on the plan that step.plan(...) returns, or give the command the step "
-    "too: autopar report plan.json --target MODULE:NAME"
+_WITHOUT_STEP = (
+    "a plan file does not hold its step; call report on the plan that step.plan(...) "
+    "returns, or give the command the step too: autopar report plan.json --target "
+    "MODULE:NAME (--cluster FILE where that is no preset)."
 )
 
 
 def findings_of_file(cluster: Cluster | None) -> Findings:
     """What there is beside a plan that was read from a file, without its step."""
-    seconds = (
-        "the plan's cluster is no preset, so that collectives have no price of their "
-        f"own here; {_HOW} --cluster FILE"
-    )
-    missing: dict[Section, str] = {
-        "method": f"a plan file does not say which method made it; {_HOW}.",
-        "tasks": f"when a task runs takes the step's trace; {_HOW}.",
-        "memory": f"when a value is held takes the step's trace; {_HOW}.",
-        "alternatives": f"other plans take the step's trace; {_HOW}.",
-        "pins": f"a plan file does not say what was pinned; {_HOW}.",
-        "audit": f"an audit takes the step's program; {_HOW}, or pass "
-        "audit=step.lower(...).compile().audit().",
-    }
-    if cluster is None:
-        missing["seconds"] = seconds + "."
-    return Findings(cluster=cluster, missing=missing)
+    sections: tuple[Section, ...] = get_args(Section)
+    sections = tuple(each for each in sections if each != "seconds" or not cluster)
+    return Findings(cluster=cluster, missing=dict.fromkeys(sections, _WITHOUT_STEP))

@@ -5,12 +5,13 @@ A method's plan is its cheapest; where it is above the budget, it is told what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from ..clusters.cluster import Cluster
 from ..methods.methods import Method
 from ..methods.named_methods import DataParallel, Megatron, Zero
 from ..option_values import NO_BUDGET
@@ -25,29 +26,29 @@ from ..plans.reasons import Alternative
 from ..plans.staged_plan import with_budget
 
 
-def named_methods(planned: Planned, options: Options) -> tuple[Method, ...]:
+def _named_methods(cluster: Cluster, options: Options) -> dict[str, Method]:
     """The methods with a name that a step can be compared with.
 
     A tensor-parallel group is a host's devices, or two where there is one host.
     """
-    cluster = planned.cluster
     size = cluster.devices_per_host if cluster.num_hosts > 1 else 2
     batches = {
         "num_microbatches": options.num_microbatches,
         "microbatch_semantics": options.microbatch_semantics,
     }
-    methods: list[Method] = [DataParallel(**batches)]
-    methods += [Zero(stage, **batches) for stage in (1, 2, 3)]
+    methods: dict[str, Method] = {"DataParallel()": DataParallel(**batches)}
+    methods |= {f"Zero(stage={i})": Zero(i, **batches) for i in (1, 2, 3)}
     if cluster.num_devices % size == 0 and cluster.num_devices > 1:
-        methods += [Megatron(size, sequence, **batches) for sequence in (False, True)]
-    return tuple(methods)
+        name = f"Megatron(tensor={size}"
+        methods[f"{name})"] = Megatron(size, **batches)
+        methods[f"{name}, sequence=True)"] = Megatron(size, True, **batches)
+    return methods
 
 
 def compare(
     planned: Planned,
     leaves: Sequence[Any],
     options: Options,
-    on_method: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Alternative]:
     """The plan itself, then that of each named method.
 
@@ -55,15 +56,12 @@ def compare(
       planned: the plan with its trace and graph.
       leaves: the example arguments' leaves.
       options: what it was planned with; the method is replaced.
-      on_method: is told what is planned next.
     """
     yield Alternative.of("this plan", planned.plan)
     batch = batch_tensors(planned.traced, planned.graph, options)
     request = PlanRequest(planned.graph, leaves, batch, planned.cluster, options)
     budget_bytes = options.budget_on(planned.cluster)
-    for method in named_methods(planned, options):
-        on_method(str(method))
-        name = _short(method)
+    for name, method in _named_methods(planned.cluster, options).items():
         own = {"mesh": None, "pins": {}, "rules": None, "memory_budget": NO_BUDGET}
         try:
             # To read a plan of a large step takes longer than to find it.
@@ -105,17 +103,3 @@ def _cells(predicted: Prediction, first: Prediction) -> list[str]:
         memory,
         f"{predicted.optimality_gap:.2%}",
     ]
-
-
-def _short(method: Method) -> str:
-    """The method without the arguments that all have."""
-    text = str(method)
-    name, _, arguments = text.rstrip(")").partition("(")
-    kept = [
-        each
-        for each in arguments.split(", ")
-        if each
-        and not each.startswith(("num_microbatches", "microbatch_semantics"))
-        and not each.endswith(("=False", "reshard_after_forward=True"))
-    ]
-    return f"{name}({', '.join(kept)})"

@@ -151,21 +151,16 @@ def _check_ranks(
     operands: Sequence[Sequence[str]],
     results: Sequence[Sequence[str]],
 ) -> None:
-    for what, terms, types in (
-        ("operands", operands, op.operand_types),
-        ("results", results, op.result_types),
-    ):
-        wanted = [len(term) for term in terms]
-        found = [kind.rank for kind in types]
-        if wanted != found:
-            raise ValueError(
-                f"The rule {equation!r} of {rule_name(op)!r} must name the dims of its "
-                f"{what}, whose ranks are {found}, but it names {wanted}."
-            )
+    terms = [*operands, *results]
+    types = [*op.operand_types, *op.result_types]
+    wanted, found = [len(term) for term in terms], [kind.rank for kind in types]
+    if wanted != found or len(operands) != len(op.operands):
+        raise ValueError(
+            f"The rule {equation!r} of {rule_name(op)!r} must name the dims of its "
+            f"operands and results, whose ranks are {found}, but it names {wanted}."
+        )
     sizes: dict[str, int] = {}
-    for term, kind in zip(
-        [*operands, *results], [*op.operand_types, *op.result_types], strict=True
-    ):
+    for term, kind in zip(terms, types, strict=True):
         for dim, size in zip(term, kind.shape, strict=True):
             if dim != "_" and sizes.setdefault(dim, size) != size:
                 raise ValueError(

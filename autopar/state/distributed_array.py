@@ -49,7 +49,34 @@ class ReadWhenAsked:
         """Does nothing: this process does not hold it."""
 
 
-class DistributedArray:
+class _InChunks:
+    """What `chunks` are that follow each other along dim 0."""
+
+    chunks: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        first = tuple(self.chunks[0].shape)
+        if len(self.chunks) == 1:
+            return first
+        return (sum(chunk.shape[0] for chunk in self.chunks), *first[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of every chunk."""
+        return self.chunks[0].dtype
+
+    @property
+    def sharding(self) -> tuple[Any, ...]:
+        """The sharding of each chunk."""
+        return tuple(chunk.sharding for chunk in self.chunks)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_kind(self)}: {_places(self.chunks)})"
+
+
+class DistributedArray(_InChunks):
     """An array of remote hosts, or of chunks that lie on different meshes.
 
     Its `chunks` follow each other along dim 0. Pass it back to a parallelized function,
@@ -66,16 +93,6 @@ class DistributedArray:
         self.chunks = tuple(chunks)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
-        return _whole_shape(self.chunks)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of every chunk."""
-        return self.chunks[0].dtype
-
-    @property
     def ndim(self) -> int:
         """Number of dims."""
         return len(self.shape)
@@ -89,11 +106,6 @@ class DistributedArray:
     def nbytes(self) -> int:
         """Bytes of one copy of the whole."""
         return self.size * np.dtype(self.dtype).itemsize
-
-    @property
-    def sharding(self) -> tuple[Any, ...]:
-        """The sharding of each chunk."""
-        return tuple(chunk.sharding for chunk in self.chunks)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if self.is_deleted():
@@ -133,12 +145,9 @@ class DistributedArray:
         for chunk in self.chunks:
             chunk.delete()
 
-    def __repr__(self) -> str:
-        return f"DistributedArray({_kind(self)}: {_places(self.chunks)})"
 
-
-@dataclass(frozen=True)
-class AbstractDistributedArray:
+@dataclass(frozen=True, repr=False)
+class AbstractDistributedArray(_InChunks):
     """The shapes and shardings of a `DistributedArray`, without data.
 
     It stands for one where a jax.ShapeDtypeStruct stands for a jax.Array.
@@ -151,24 +160,6 @@ class AbstractDistributedArray:
 
     def __post_init__(self) -> None:
         _check_alike(self.chunks)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
-        return _whole_shape(self.chunks)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of every chunk."""
-        return self.chunks[0].dtype
-
-    @property
-    def sharding(self) -> tuple[Any, ...]:
-        """The sharding of each chunk."""
-        return tuple(chunk.sharding for chunk in self.chunks)
-
-    def __repr__(self) -> str:
-        return f"AbstractDistributedArray({_kind(self)}: {_places(self.chunks)})"
 
 
 def fetch(tree: Any) -> Any:
@@ -237,14 +228,7 @@ def _check_alike(chunks: Sequence[Any]) -> None:
         )
 
 
-def _whole_shape(chunks: Sequence[Any]) -> tuple[int, ...]:
-    first = tuple(chunks[0].shape)
-    if len(chunks) == 1:
-        return first
-    return (sum(chunk.shape[0] for chunk in chunks), *first[1:])
-
-
-def _kind(array: DistributedArray | AbstractDistributedArray) -> str:
+def _kind(array: _InChunks) -> str:
     return f"{np.dtype(array.dtype).name}{list(array.shape)}"
 
 

@@ -228,20 +228,17 @@ class _Asked:
 
     def pins(self, number: int, price: Callable[[], PinCosts]) -> tuple[PinCost, ...]:
         """What each pin costs."""
-        if not self.alternatives:
-            self.missing["pins"] = _NOT_ASKED.format(flag="alternatives")
-        elif not number:
-            self.missing["pins"] = "nothing was pinned."
+        reason = "" if self.alternatives else _NOT_ASKED.format(flag="alternatives")
+        if not number:
+            reason = "nothing was pinned."
         elif number > _MANY_PINS:
-            self.missing["pins"] = (
-                f"there are {number}, and each takes solving anew; ask for them with "
-                f"plan.pin_costs()."
-            )
-        if "pins" not in self.missing:
-            try:
+            reason = f"{number} take long; ask for them with plan.pin_costs()."
+        try:
+            if not reason:
                 return _quiet(lambda: price().costs)
-            except (ValueError, NotImplementedError) as error:
-                self.missing["pins"] = str(error)
+        except (ValueError, NotImplementedError) as error:
+            reason = str(error)
+        self.missing["pins"] = reason
         return ()
 
     def audits(

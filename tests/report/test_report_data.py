@@ -12,7 +12,6 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.execution import held_by_submesh
-from autopar.plans.explain import format_plan
 from autopar.plans.plan import InputPlan
 from autopar.plans.plan_view import PlanView
 from autopar.report.answers import Answers
@@ -23,7 +22,7 @@ from autopar.sharding.spec import REPLICATED
 from autopar.steps.parallel_plan import Plan
 from autopar.steps.step_origin import PipelineOrigin
 from tests.report.steps import arguments, step
-from tests.tiny_plans import make_plan
+from tests.tiny_plans import format_plan, make_plan
 
 CPUS = Cluster.preset("1x8xCPU")
 
@@ -164,7 +163,7 @@ def test_microbatches_in_flight_are_those_of_the_schedule(pipeline: Plan) -> Non
     assert found.in_flight == (2, 1)
 
 
-def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
+def test_repeated_work_is_told() -> None:
     plan = make_plan()
     alone = replace(plan.operators[1], split=2)
     some = replace(plan.predicted, split_flops_fraction=0.25)
@@ -172,8 +171,6 @@ def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
     text = " ".join(cautions(PlanView(plan).programs))
     assert "75.0% of the heavy flops are done by several devices" in text
     assert "/far/model.py:7 (layer)" in text
-    assert "1 collectives stand in loops of unknown length" in text
-    assert "1 collectives stand in branches" in text
 
 
 def test_a_plan_is_data_without_its_origin(planned: Plan) -> None:

@@ -269,8 +269,8 @@ def test_wrong_options() -> None:
 @pytest.mark.parametrize(
     ("equation", "words"),
     [
-        ("m k, k n -> m n", r"my_product.*ranks are \[3, 3\].*\[2, 2\]"),
-        ("b m k -> b m n", r"operands.*\[3, 3\].*\[3\]"),
+        ("m k, k n -> m n", r"my_product.*ranks are \[3, 3, 3\].*\[2, 2, 2\]"),
+        ("b m k -> b m n", r"operands.*\[3, 3, 3\].*\[3, 3\]"),
         ("b m k, b k m -> b m n", "'m' .* has (8 and 16|16 and 8)"),
     ],
 )
