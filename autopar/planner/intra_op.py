@@ -140,18 +140,26 @@ def _collectives(
     visible: np.ndarray,
 ) -> tuple[Collectives, float]:
     """Every collective of a step, and the seconds that it waits for them."""
-    sent = _Sent(graph, tensors, resharder)
     index = np.array(sorted(tensors.copies), np.intp)
-    weights = np.array([block.weight for block in graph.blocks])
-    times = weights[graph.columns.block_of_tensors[index]] * visible[index]
-    kinds = [sent.number(tensor) for tensor in index.tolist()]
-    seconds, steps_of, tensor_of = 0.0, list[int](), list[int]()
-    for tensor, kind, own in zip(index.tolist(), kinds, times.tolist(), strict=True):
-        for each in sent.seconds[kind]:
-            seconds += each * own
-        steps_of += sent.steps[kind]
-        tensor_of += [tensor] * len(sent.steps[kind])
     columns, others = graph.columns, list[Collective]()
+    weights = np.array([block.weight for block in graph.blocks])
+    times = weights[columns.block_of_tensors[index]] * visible[index]
+    type_of = columns.type_of[index].tolist()
+    sent: dict[tuple[Conversion, int], tuple[float, range]] = {}
+    kinds: list[Collective] = []  # of each conversion of a type together
+    seconds, steps_of, tensor_of = 0.0, list[int](), list[int]()
+    pairs = zip(index.tolist(), type_of, times.tolist(), strict=True)
+    for tensor, kind, own in pairs:
+        for copy in tensors.copies[tensor]:
+            if (copy, kind) not in sent:
+                each, found = _sent(copy, columns.types[kind], resharder)
+                places = range(len(kinds), len(kinds) + len(found))
+                sent[copy, kind] = each, places
+                kinds += found
+            each, places = sent[copy, kind]
+            seconds += each * own
+            steps_of += places
+            tensor_of += [tensor] * len(places)
     mesh, cluster = resharder.mesh, resharder.cluster
     for collective, halo in halo_collectives(graph, operators, mesh, cluster):
         others.append(collective)
@@ -164,41 +172,7 @@ def _collectives(
             others.append(collective)
             seconds += link_seconds * block.weight / block.trip_count
     ends = np.array(steps_of, np.intp), np.array(tensor_of, np.intp)
-    return Collectives(graph, sent.kinds, *ends, others), seconds
-
-
-class _Sent:
-    """What copies send, found once for tensors of one type with the same copies.
-
-    By number: the `seconds` of each conversion, and the places in `kinds` of the
-    collectives of all (`steps`).
-    """
-
-    def __init__(
-        self, graph: OpGraph, tensors: TensorPlans, resharder: Resharder
-    ) -> None:
-        self._types, self._copies = graph.columns.types, tensors.copies
-        self._type_of, self._resharder = graph.columns.type_of.tolist(), resharder
-        self._numbers: dict[tuple[int, int], int] = {}  # one object is equal to itself
-        self.seconds: list[list[float]] = []
-        self.steps: list[list[int]] = []
-        self.kinds: list[Collective] = []
-
-    def number(self, tensor: int) -> int:
-        """That of the copies of a tensor."""
-        copies, kind = self._copies[tensor], self._type_of[tensor]
-        found = self._numbers.setdefault((id(copies), kind), len(self.steps))
-        if found == len(self.steps):
-            self._add(copies, self._types[kind])
-        return found
-
-    def _add(self, copies: Sequence[Conversion], kind: TensorType) -> None:
-        sent = [_sent(each, kind, self._resharder) for each in copies]
-        found = [collective for _, steps in sent for collective in steps]
-        places = range(len(self.kinds), len(self.kinds) + len(found))
-        self.seconds.append([seconds for seconds, _ in sent])
-        self.steps.append(list(places))
-        self.kinds += found
+    return Collectives(graph, kinds, *ends, others), seconds
 
 
 def _sent(
