@@ -23,14 +23,10 @@ import numpy as np
 from autopar.solver.budget_constraints import BudgetRow
 
 from ..costs.memory import MemoryProfile, Value
-from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import leading_to, read_by
-from ..graph.op_graph import OpGraph
-from ..graph.work import is_heavy_operator
 from ..sharding.spec import is_cut_out
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices
-from .vertices import NO_SITE, OPERAND, OUTPUT, VertexColumns
+from .vertices import NO_SITE, OPERAND, OUTPUT
 
 STRETCHES = 8  # of the outermost block, each of which may have its fullest point told
 NEARLY_FULL = 0.8  # of the peak, what a point must hold to be told
@@ -47,7 +43,6 @@ class MemoryRows:
         reads, graph = self.columns.reads, problem.graph
         self._tensor = reads.tensor[problem.edge_reads]  # [edges]
         self._block = graph.columns.block_of_tensors[self._tensor]
-        self._late = late_reads(graph, self.columns)
         self._is_relay = reads.site[problem.edge_reads, 0] == NO_SITE
 
     def of(
@@ -180,7 +175,6 @@ class MemoryRows:
         block_end = ends[np.where(is_output, place, 0)]
         begin = np.where(is_output, block_end, begin)
         end = np.where(is_output, block_end, end)
-        begin[self._late], end[self._late] = none, -1
         relayed = np.full((2, len(graph.tensors)), none)
         relayed[1] = -1
         is_own = kind != NO_SITE
@@ -213,30 +207,3 @@ def fullest(used: np.ndarray, stretches: int) -> list[int]:
     ]
     near = [each for each in found if used[each] >= NEARLY_FULL * peak]
     return sorted(near, key=lambda each: -used[each])
-
-
-def late_reads(graph: OpGraph, vertices: VertexColumns) -> np.ndarray:
-    """Bool [reads]: of arguments that work reads, too, by what no work waits for.
-
-    An update reads a parameter as it lies, so no copy lasts for that. Work are
-    products, and all that has bodies or passes a barrier.
-    """
-    reads = vertices.reads
-    is_late = np.append(_is_late(graph), False)[vertices.row[reads.vertex]]
-    is_argument = np.zeros(len(graph.tensors), bool)
-    is_argument[[each.tensor for each in graph.inputs]] = True
-    is_worked_on = np.zeros(len(graph.tensors), bool)
-    is_worked_on[reads.tensor[~is_late]] = True
-    return is_late & (is_argument & is_worked_on)[reads.tensor]
-
-
-def _is_late(graph: OpGraph) -> np.ndarray:
-    """Bool [rows]: operators of the outermost block that lead to no work."""
-    columns = graph.columns
-    is_work = columns.where(lambda op: is_heavy_operator(op) or op.kind in STRUCTURED)
-    is_outermost = columns.block_of == 0
-    rows = np.flatnonzero(is_outermost & is_work).tolist()
-    work = [columns.operators[row] for row in rows]
-    leading = leading_to(read_by(work), graph.blocks[0].operators)
-    needed = [op.index for op in (*work, *leading)]
-    return is_outermost & ~np.isin(columns.index, needed)
