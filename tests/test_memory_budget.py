@@ -275,7 +275,7 @@ def test_rows_of_one_plan_tell_of_others(name: str) -> None:
     told = np.max([row.used_by(graph, plans) for row in rows], axis=0)
     ratios = told / every.bytes
     assert np.median(ratios) == pytest.approx(1.0, abs=0.15)
-    assert np.mean(np.abs(ratios - 1) < 0.3) > 0.75
+    assert np.mean(np.abs(ratios - 1) < 0.3) >= 0.75
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -37,10 +37,11 @@ class Restriction:
 
     def of(self, kind: str, tensor: int, *, is_write: bool) -> Demand | None:
         """What a vertex of a kind must do with a tensor; None if anything goes."""
+        if kind == "relay":
+            return None  # its readers are restricted
         narrow: Demands = {}
         if is_write:
             narrow = self.homes if kind == "home" else self.made
         elif kind == "result":
             narrow = self.returned
-        found = narrow.get(tensor) if kind != "relay" else None
-        return self.everywhere.get(tensor) if found is None else found
+        return narrow.get(tensor, self.everywhere.get(tensor))

@@ -23,14 +23,10 @@ import numpy as np
 from autopar.solver.budget_constraints import BudgetRow
 
 from ..costs.memory import MemoryProfile, Value
-from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import leading_to, read_by
-from ..graph.op_graph import OpGraph
-from ..graph.work import is_heavy_operator
 from ..sharding.spec import is_cut_out
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices
-from .vertices import NO_SITE, OPERAND, OUTPUT, VertexColumns
+from .vertices import NO_SITE, OPERAND, OUTPUT
 
 STRETCHES = 8  # of the outermost block, each of which may have its fullest point told
 NEARLY_FULL = 0.8  # of the peak, what a point must hold to be told
@@ -47,8 +43,6 @@ class MemoryRows:
         reads, graph = self.columns.reads, problem.graph
         self._tensor = reads.tensor[problem.edge_reads]  # [edges]
         self._block = graph.columns.block_of_tensors[self._tensor]
-        self._late = late_reads(graph, self.columns)
-        self._is_relay = reads.site[problem.edge_reads, 0] == NO_SITE
 
     def of(
         self, profile: MemoryProfile, choices: Sequence[int]
@@ -71,22 +65,12 @@ class MemoryRows:
         factor = profile.factor
         held: dict[int, list[_Held]] = defaultdict(list)
         is_live = np.zeros(len(self._tensor), bool)
-        is_instead = np.zeros(len(self._tensor), bool)
         for block, position in path:
             memory = profile.blocks[block]
             own = self._block == block
             is_live |= own & (spans[0] <= position) & (spans[1] >= position)
-            made = [each.tensor for each in memory.values if not each.is_copy]
-            is_made = np.zeros(len(self._bytes), bool)
-            is_made[made] = True
-            read = own & is_live & self._is_relay & (spans[0] < position)
-            read &= is_made[self._tensor]
-            is_instead |= read
-            replaced = set(self._tensor[read].tolist())
             for value in memory.live(position):
-                if value.is_copy or value.tensor in replaced:
-                    continue
-                if value.tensor in self.problem.write_of:
+                if not value.is_copy and value.tensor in self.problem.write_of:
                     vertex, key = self._of_value(value)
                     held[vertex].append((*key, factor))
         for vertex, key in self._homes:
@@ -97,10 +81,7 @@ class MemoryRows:
             nodes,
             [self._sum(tuple(held[vertex])) for vertex in nodes.tolist()],
             edges,
-            [
-                self._copy_bytes(edge, factor, is_instead=bool(is_instead[edge]))
-                for edge in edges.tolist()
-            ],
+            [self._copy_bytes(edge, factor) for edge in edges.tolist()],
         )
         used = row.used(self.problem.choice_graph, choices)
         return replace(row, constant=profile.bytes_at(path[0][1]) - used)
@@ -136,17 +117,14 @@ class MemoryRows:
             self._held[parts] = np.sum(own, axis=0)
         return self._held[parts]
 
-    def _copy_bytes(self, edge: int, factor: float, *, is_instead: bool) -> np.ndarray:
-        """[source specs, target specs] the bytes of a copy for the reader.
-
-        `is_instead`: once it is made, what it was made of is in memory no longer.
-        """
+    def _copy_bytes(self, edge: int, factor: float) -> np.ndarray:
+        """[source specs, target specs] the bytes of a copy for the reader."""
         problem, columns = self.problem, self.columns
         write, read = problem.edge_writes[edge], problem.edge_reads[edge]
         sources = columns.choices[columns.writes.choices[write]]
         targets = columns.choices[columns.reads.choices[read]]
         size = self._bytes[self._tensor[edge]]
-        key = sources, targets, size, factor, is_instead
+        key = sources, targets, size, factor
         if key not in self._copied:
             held = np.zeros(len(targets.distinct))
             held[targets.classes] = targets.fractions * (size * factor)
@@ -154,10 +132,7 @@ class MemoryRows:
                 [not is_cut_out(source, target) for target in targets.distinct]
                 for source in sources.distinct
             ]
-            other = np.zeros((len(sources.distinct), 1))
-            if is_instead:
-                other[sources.classes, 0] = sources.fractions * (size * factor)
-            self._copied[key] = np.where(is_made, held, other)
+            self._copied[key] = np.where(is_made, held, 0.0)
         return self._copied[key]
 
     def _spans(self, profile: MemoryProfile) -> np.ndarray:
@@ -180,7 +155,6 @@ class MemoryRows:
         block_end = ends[np.where(is_output, place, 0)]
         begin = np.where(is_output, block_end, begin)
         end = np.where(is_output, block_end, end)
-        begin[self._late], end[self._late] = none, -1
         relayed = np.full((2, len(graph.tensors)), none)
         relayed[1] = -1
         is_own = kind != NO_SITE
@@ -213,30 +187,3 @@ def fullest(used: np.ndarray, stretches: int) -> list[int]:
     ]
     near = [each for each in found if used[each] >= NEARLY_FULL * peak]
     return sorted(near, key=lambda each: -used[each])
-
-
-def late_reads(graph: OpGraph, vertices: VertexColumns) -> np.ndarray:
-    """Bool [reads]: of arguments that work reads, too, by what no work waits for.
-
-    An update reads a parameter as it lies, so no copy lasts for that. Work are
-    products, and all that has bodies or passes a barrier.
-    """
-    reads = vertices.reads
-    is_late = np.append(_is_late(graph), False)[vertices.row[reads.vertex]]
-    is_argument = np.zeros(len(graph.tensors), bool)
-    is_argument[[each.tensor for each in graph.inputs]] = True
-    is_worked_on = np.zeros(len(graph.tensors), bool)
-    is_worked_on[reads.tensor[~is_late]] = True
-    return is_late & (is_argument & is_worked_on)[reads.tensor]
-
-
-def _is_late(graph: OpGraph) -> np.ndarray:
-    """Bool [rows]: operators of the outermost block that lead to no work."""
-    columns = graph.columns
-    is_work = columns.where(lambda op: is_heavy_operator(op) or op.kind in STRUCTURED)
-    is_outermost = columns.block_of == 0
-    rows = np.flatnonzero(is_outermost & is_work).tolist()
-    work = [columns.operators[row] for row in rows]
-    leading = leading_to(read_by(work), graph.blocks[0].operators)
-    needed = [op.index for op in (*work, *leading)]
-    return is_outermost & ~np.isin(columns.index, needed)

@@ -103,32 +103,15 @@ def _scaled(parts: Counter[str], total: int) -> Counter[str]:
     return scaled
 
 
-@dataclass(frozen=True)
-class AlikeUsers:
-    """`count` values that differ in their number only, as those of equal layers do."""
+def alike_users(profile: MemoryProfile) -> tuple[tuple[MemoryUser, int], ...]:
+    """All that is in memory at the peak, and how often: in each of equal layers.
 
-    user: MemoryUser
-    count: int
-
-    @property
-    def bytes(self) -> int:
-        return self.user.bytes * self.count
-
-    def __str__(self) -> str:
-        note = f" ({self.user.note})" if self.user.note else ""
-        each = f"{self.count} x {format_bytes(self.user.bytes)} " * (self.count > 1)
-        return f"{format_bytes(self.bytes):>10}  {each}{self.user.name}{note}"
-
-
-def alike_users(profile: MemoryProfile) -> tuple[AlikeUsers, ...]:
-    """All that is in memory at the peak, with equal values of layers as one.
-
-    Those that take the most together come first. Source files are named from the
-    current folder, where they are in it.
+    What takes the most together comes first. Source files are named from the current
+    folder, where they are in it.
     """
     found = Counter(map(_without_number, memory_users(profile)))
-    alike = [AlikeUsers(user, count) for user, count in found.items()]
-    return tuple(sorted(alike, key=lambda each: (-each.bytes, each.user.name)))
+    pairs = sorted(found.items(), key=lambda p: (-p[0].bytes * p[1], p[0].name))
+    return tuple(pairs)
 
 
 def _without_number(user: MemoryUser) -> MemoryUser:
@@ -190,12 +173,12 @@ def _refused(
     least: int | None = None,
 ) -> InfeasiblePlanError:
     users = alike_users(profile)[:NUM_NAMED]
-    largest = "\n".join(map(str, users))
+    largest = "\n".join(f"  {count} x {user}" for user, count in users)
     error = InfeasiblePlanError(
         f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but "
         f"{seen}; give {remedy} {OTHER_REMEDIES}.\n{title}\n{largest}",
         least_budget_bytes=least,
-        tightest_constraint=f"memory: {users[0].user}" if users else "memory",
+        tightest_constraint=f"memory: {users[0][0]}" if users else "memory",
     )
     error.largest_users = largest
     return error

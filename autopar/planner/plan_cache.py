@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import logging
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -26,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from ..cache_folder import cache_folder, store_file
 from ..clusters.cluster_file import to_toml
-from ..errors import FallbackWarning, PlanFileError
+from ..errors import PlanFileError
 from ..graph.op_graph import Constant, OpGraph
 from ..methods.gather_again import graph_of_plan
 from ..plans.plan import ShardingPlan
@@ -47,10 +46,7 @@ class CacheEntry:
     path: Path | None
 
     def load(self, graph: OpGraph) -> ShardingPlan | None:
-        """The plan, or None: a file that is no plan of this graph is dropped.
-
-        The first of a folder is warned of, and the others are logged.
-        """
+        """The plan, or None: a file that is no plan of this graph is dropped."""
         if self.path is None or not self.path.exists():
             return None
         try:
@@ -58,8 +54,10 @@ class CacheEntry:
             plan = from_json(text, str(self.path))
             check_against(plan, graph_of_plan(graph, plan))
         except (OSError, EOFError, ValueError, PlanFileError) as error:
-            _log.info("a cached plan cannot be read: %s: %s", self.path, error)
-            _warn_unreadable(self.path.parent, f"{self.path}: {error}")
+            _log.warning(
+                "a cached plan cannot be read and is made anew: %s: %s",
+                *(self.path, error),
+            )
             return None
         return plan
 
@@ -104,21 +102,6 @@ def _code() -> str:
     for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-_unreadable: set[Path] = set()
-
-
-def _warn_unreadable(folder: Path, text: str) -> None:
-    if folder in _unreadable:
-        return
-    _unreadable.add(folder)
-    warnings.warn(
-        f"A cached plan cannot be read and is made anew: {text}. Others of {folder} "
-        f"are made anew without a warning.",
-        FallbackWarning,
-        stacklevel=3,
-    )
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -8,14 +8,13 @@ them; the solver chooses among these as ever.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..methods.restrictions import Demand, Restriction
 from ..sharding.spec import REPLICATED, TURN, Spec, dims_of, format_spec
-from .equal_rows import equal_rows
 from .pin_choices import ChoicePins
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices
@@ -77,10 +76,6 @@ def _restricted(
     restricted, columns = _Restricted(problem, restrictions, cluster), problem.vertices
     examples, kind = _kinds(problem, restrictions, restricted.must_split)
     seconds = [restricted.seconds(columns[at]) for at in examples]
-    count = len(seconds)
-    for relay in set(_relays_too_small(problem, seconds, kind)):
-        kind[relay] = count + columns.pattern[relay]
-    seconds += [each.seconds for each in columns.patterns]
     return problem.with_seconds(seconds, kind)
 
 
@@ -109,41 +104,6 @@ def _kinds(
             examples.append(vertex)
         found.append(number)
     return examples, np.array(found, np.intp)
-
-
-def _relays_too_small(
-    problem: ShardingProblem, seconds: Sequence[np.ndarray], kind: np.ndarray
-) -> Iterator[int]:
-    """Relays that hold less than some reader needs under all choices that are left.
-
-    Readers that no rule lets meet a demand need more of a tensor than the demand says.
-    """
-    columns, reads = problem.vertices, problem.vertices.reads
-    relays = np.array(list(problem.relays.values()), np.intp)
-    is_read = np.flatnonzero(~np.isin(reads.vertex, relays))
-    examples, number = equal_rows(kind[reads.vertex[is_read]], reads.choices[is_read])
-    least = np.array(
-        [
-            _fractions(columns.choices[choices], seconds[own]).min(initial=1.0)
-            for choices, own in zip(
-                reads.choices[is_read[examples]].tolist(),
-                kind[reads.vertex[is_read[examples]]].tolist(),
-                strict=True,
-            )
-        ]
-    )
-    needed = np.zeros(len(problem.graph.tensors))
-    np.maximum.at(needed, reads.tensor[is_read], least[number])
-    for tensor, relay in problem.relays.items():
-        (specs,) = columns.patterns[columns.pattern[relay]].writes
-        most = _fractions(specs, seconds[kind[relay]]).max(initial=0.0)
-        if needed[tensor] > most + _EPSILON:
-            yield relay
-
-
-def _fractions(choices: SpecChoices, seconds: np.ndarray) -> np.ndarray:
-    """What a device holds of a tensor under each choice that is left."""
-    return choices.fractions[np.isfinite(seconds)]
 
 
 class _Restricted:
