@@ -173,7 +173,7 @@ def uniform_choices(graph: ChoiceGraph, seed: int) -> Assignment:
     """
     draw = random.Random(seed)
     choices = tuple(draw.randrange(node.costs.size) for node in graph.nodes)
-    return Assignment(choices, 0.0, 0.0, 0.0)
+    return Assignment(choices, 0.0, 0.0)
 
 
 def with_random_costs(graph: ChoiceGraph, seed: int) -> ChoiceGraph:
