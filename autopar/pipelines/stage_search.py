@@ -381,9 +381,9 @@ def infeasible_stage(
         f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
         f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
         f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
-        f"microbatch; the schedule holds more, and most at the marked task: "
-        f"{plan.marked_row(submesh)}); use more stages, microbatches or devices, or "
-        f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
+        f"microbatch; the schedule holds several); use more stages, microbatches or "
+        f"devices, or jax.checkpoint, or let stages be searched: "
+        f"autopar.PipelineParallel().",
         max(peaks),
         f"memory of {where}",
     )
