@@ -169,7 +169,6 @@ def staged_plan(planned: PlannedPipeline) -> StagedPlan:
         peak_bytes,
         replace(predicted, memory_correction=correction),
         tuple(method.stage_products or ()),
-        tuple(str(task or "") for task in simulation.fullest),
     )
 
 

@@ -34,13 +34,12 @@ class Simulation:
     `peak_microbatches` counts (stage, microbatch) pairs between forward and the last
     task of the pair, backward or weight;
     `peak_bytes` the values that instructions hold, received ones from when they are
-    taken; `fullest` is the last task to run before, None where it is the beginning.
+    taken.
     """
 
     timeline: Timeline
     peak_microbatches: tuple[int, ...]
     peak_bytes: tuple[int, ...]
-    fullest: tuple[Task | None, ...]
 
 
 def simulate(
@@ -94,7 +93,6 @@ def simulate(
         Timeline(len(lanes), tuple(events)),
         tuple(lane.peak_microbatches for lane in lanes),
         tuple(lane.peak_bytes for lane in lanes),
-        tuple(lane.fullest for lane in lanes),
     )
 
 
@@ -112,8 +110,6 @@ class _Lane:
     held_bytes: int = 0
     peak_bytes: int = 0
     peak_microbatches: int = 0
-    last_task: Task | None = None
-    fullest: Task | None = None
 
     @cached_property
     def last_kind(self) -> TaskKind:
@@ -130,7 +126,6 @@ class _Lane:
         return self.list_.instructions[self.position]
 
     def run(self, task: Task, task_seconds: Callable[[Task], float]) -> None:
-        self.last_task = task
         if task in self.ran:
             return
         self.ran.add(task)
@@ -150,8 +145,7 @@ class _Lane:
         made, _ = made_and_used(instruction)
         for stage, value in made:
             self._change(stage, value, slot_bytes(value.slot, stage))
-        if self.held_bytes > self.peak_bytes:
-            self.peak_bytes, self.fullest = self.held_bytes, self.last_task
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if isinstance(instruction, Free):
             self._change(instruction.stage, instruction.value, 0)
 

@@ -129,7 +129,7 @@ def test_a_damaged_plan_file_is_refused(
     path = tmp_path / "plan.json"
     path.write_text('{"format": "autopar-plan", "version"')
     assert run("explain", str(path)) == 1
-    assert f"error: {path}: the file ends too early" in capsys.readouterr().err
+    assert f"error: {path}: the file is no JSON" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_exit_code_2() -> None:

@@ -109,7 +109,10 @@ def test_a_file_that_is_no_plan_is_refused_before_anything_is_planned(
         Path("p.json").write_text(text[:end])
         capsys.readouterr()
         assert run("plan", f"{train}:absent", *MESH, "--check", "p.json") == 1
-        assert "error: p.json: the file ends too early" in capsys.readouterr().err
+        assert (
+            "error: p.json: the file is no JSON, or truncated"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(

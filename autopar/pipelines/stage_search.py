@@ -358,8 +358,8 @@ def infeasible_stage(
         f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
         f"but stage {submesh} of {planned.traced.name!r} needs "
         f"{format_bytes(max(plan.peak_bytes))} at the least: {parts} (of one "
-        f"microbatch; most at the marked task: {plan.marked_row(submesh)}); use more "
-        f"stages, microbatches or devices, or jax.checkpoint.",
+        f"microbatch; the schedule holds several); use more stages, microbatches or "
+        f"devices, or jax.checkpoint.",
         max(plan.peak_bytes),
         f"memory of stage {submesh}",
     )

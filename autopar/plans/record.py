@@ -100,9 +100,6 @@ class Record:
         return self.value
 
 
-_WORDS = ("true", "false", "null", "-")
-
-
 def read_json(text: str, where: str) -> Record:
     """The root of a JSON document.
 
@@ -112,13 +109,9 @@ def read_json(text: str, where: str) -> Record:
     try:
         return Record(where, "", json.loads(text))
     except json.JSONDecodeError as error:
-        rest = text[error.pos :].strip()
-        is_open = error.msg.startswith("Unterminated string")
-        is_cut = is_open or any(word.startswith(rest) for word in _WORDS)
-        reason = "ends too early (truncated?)" if is_cut else "is not valid JSON"
         raise PlanFileError(
-            f"{where}: the file {reason} at line {error.lineno}, column {error.colno}: "
-            f"{error.msg}; save the plan again with plan.save(path)."
+            f"{where}: the file is no JSON, or truncated, at line {error.lineno}, "
+            f"column {error.colno}: {error.msg}; save the plan again."
         ) from None
 
 

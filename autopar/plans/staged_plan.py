@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeVar
 
@@ -56,9 +56,7 @@ class StagedPlan:
     are the tasks of each submesh in order, as `0F0 0F1 0B0`. `peak_bytes` are predicted
     for one device of each submesh. Of `predicted`, seconds are of a step of the whole
     pipeline, bytes of one device of the submesh that has most. `stage_products` are
-    the products of each stage's forward pass, where these were chosen. `fullest` is the
-    task at which each submesh holds the most, or "" before the first; it is not in
-    files.
+    the products of each stage's forward pass, where these were chosen.
     """
 
     function: str
@@ -74,7 +72,6 @@ class StagedPlan:
     peak_bytes: tuple[int, ...]
     predicted: Prediction
     stage_products: tuple[int, ...] = ()
-    fullest: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def is_placed(self) -> bool:
@@ -110,18 +107,6 @@ class StagedPlan:
     def times(self, program: StageProgramPlan) -> int:
         """How often a program runs in a step."""
         return 1 if program.kind == "apply" else self.num_microbatches
-
-    def marked_row(self, submesh: int, most: int = 12) -> str:
-        """The tasks of a submesh around the one at which it holds the most, `>0F1<`."""
-        tasks = self.rows[submesh].split()
-        where = self.fullest[submesh : submesh + 1]
-        if not where or where[0] not in tasks:
-            return " ".join(tasks[:most])
-        place = tasks.index(where[0])
-        tasks[place] = f">{tasks[place]}<"
-        first = max(min(place - most // 2, len(tasks) - most), 0)
-        before, behind = ["..."] * (first > 0), ["..."] * (first + most < len(tasks))
-        return " ".join([*before, *tasks[first : first + most], *behind])
 
     def task_seconds(self, stage: int, kind: TaskKind) -> float:
         """Predicted seconds of one task, all its programs together."""
