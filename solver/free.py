@@ -15,14 +15,13 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
-from .likely import MOST_LIKELY_CHOICES, improve_among_likely
+from .likely import improve_among_likely
 from .messages import Messages, Passing
 from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
 ROUNDS_AT_ONCE = 30
-FEW_LIKELY_CHOICES = 100
 LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
@@ -66,7 +65,6 @@ class _Descent:
         self.bound = -inf
         self.seconds = search.seconds_left
         self.in_programs = 0.0
-        self.solved: ChoiceGraph | None = None
 
     @property
     def graph(self) -> ChoiceGraph:
@@ -156,33 +154,15 @@ class _Descent:
         if messages.choices is None:
             return
         choices, start = messages.choices, search.seconds_left
-        for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
-            if self._is_all_likely(most):
-                self._solve_whole()
-                break
-            choices = improve_among_likely(
-                *(self.graph, choices, messages.marginals, search.pool),
-                gap=search.gap / 2,
-                work_limit=self._work_of_programs(LEAST_WORK),
-                most_choices=most,
-                cutoff=search.most_useful_cost,
-            )
-            search.offer(self._expand(choices))
-            if search.is_closed:
-                break
+        choices = improve_among_likely(
+            *(self.graph, choices, messages.marginals, search.pool),
+            gap=search.gap / 2,
+            work_limit=self._work_of_programs(LEAST_WORK),
+            cutoff=search.most_useful_cost,
+        )
+        search.offer(self._expand(choices))
         self.in_programs += start - search.seconds_left
         search.finish_phase("likely", self.graph)
-
-    def _is_all_likely(self, most: int) -> bool:
-        """Whether so many likely choices are all, so that a bound on them holds."""
-        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
-
-    def _solve_whole(self) -> None:
-        """The whole graph by the ILP, once."""
-        work_limit = self._work_of_programs(LEAST_WORK)
-        if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
-            self.solved = self.graph
-            self._solve_ilp(work_limit)
 
     def _fix(self) -> int:
         threshold = self.search.threshold

@@ -7,7 +7,7 @@ node it enters, reparametrises the cost without changing it:
     node i:  f_i(x) = costs_i(x) + sum_e M_e(class of x)       (messages into i)
     edge e:  costs_e(a, b) - M_e(b) - M_e'(a)
 
-Nodes are swept in order (sweep_order.py) and in reverse. At node i, with w_i =
+Nodes are swept in order (`sweep_order`) and in reverse. At node i, with w_i =
 1 / max(edges to earlier nodes, edges to later nodes), the message ahead along e is
 M_e(b) = min_a (min_{x in a} w_i f_i(x) - M_e'(a) + costs_e(a, b)), and every minimum
 subtracted on the way back adds to the bound (`_send`). Plans are rounded while
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+import networkx as nx
 import numpy as np
 
 from .choice_graph import ChoiceGraph
 from .clock import Clock
 from .descent import Descent
-from .sweep_order import sweep_order
 
 STALL_ROUNDS = 10
 STALLED = 0.1  # of the distance left, in STALL_ROUNDS
@@ -223,6 +223,22 @@ class Passing:
         cost = self.graph.cost(improved)
         if cost < self.best_cost:
             self.best, self.best_cost = tuple(improved), cost
+
+
+def sweep_order(graph: ChoiceGraph) -> list[int]:
+    """Every node once, each part of the graph from one of its ends to the other.
+
+    A sweep carries a message as far as the order is monotone along a path, as by the
+    distance from an end (Cuthill and McKee 1969); in the order in which a graph was
+    built, with its copies last, it takes two to five times as many sweeps.
+    """
+    links = nx.Graph()
+    links.add_nodes_from(range(len(graph.nodes)))
+    links.add_edges_from((edge.first, edge.second) for edge in graph.edges)
+    order: list[int] = []
+    for part in nx.connected_components(links):
+        order += nx.utils.cuthill_mckee_ordering(nx.Graph(links.subgraph(part)))
+    return order
 
 
 def _ceiling(graph: ChoiceGraph, cost: float) -> float:

@@ -16,6 +16,7 @@ from math import ceil, inf
 from typing import Any
 
 import highspy
+import networkx as nx
 import numpy as np
 
 from .budget_constraints import BudgetRow, edge_classes
@@ -223,19 +224,13 @@ def _joined(
 ) -> np.ndarray:
     """Clusters of at most so many nodes, joined along edges in this order."""
     members = np.flatnonzero(differs)
-    parent, size = list(range(differs.size)), [1] * differs.size
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = node = parent[parent[node]]
-        return node
-
+    joined = nx.utils.UnionFind(members.tolist())
     for one, other in zip(first.tolist(), second.tolist(), strict=True):
-        low, high = root(one), root(other)
-        if low != high and size[low] + size[high] <= most:
-            parent[high], size[low] = low, size[low] + size[high]
+        low, high = joined[one], joined[other]
+        if low != high and joined.weights[low] + joined.weights[high] <= most:
+            joined.union(low, high)
     found = np.full(differs.size, -1)
-    roots = [root(node) for node in members.tolist()]
+    roots = [joined[node] for node in members.tolist()]
     found[members] = np.unique(roots, return_inverse=True)[1].reshape(-1)
     return found
 

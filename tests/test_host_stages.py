@@ -90,10 +90,10 @@ def test_hosts_that_cannot_be_dealt_out_are_refused(mesh: str | None) -> None:
         step.plan(*arguments())
 
 
-def test_given_products_on_uneven_devices_are_refused_with_what_hosts_allow() -> None:
+def test_given_products_on_uneven_devices_are_refused() -> None:
     method = PipelineParallel(num_stages=5, stage_products=(2, 1, 1, 1, 1))
     step = parallelize(tanh_chain, method=method, cluster=hosts(3, 4))
-    with pytest.raises(ValueError, match=r"'x:4', 'x:2', 'x:2', 'x:2', 'x:2'"):
+    with pytest.raises(ValueError, match="say how with `stage_meshes`"):
         step.plan(*arguments())
 
 

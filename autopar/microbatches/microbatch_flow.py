@@ -48,10 +48,10 @@ class Phases:
 class Flow:
     """States along the microbatch axis, found in one walk from the batch on.
 
-    `state` is by tensor, `factor` by operator; `port_state` that of the ports of loops
-    and branches inside, by operator and port. `copies` are how many batches a tensor
+    `state` is by tensor, `factor` by operator. `copies` are how many batches a tensor
     that is cut holds one behind the other, where it is more than one; `copies_read`
-    those that an operator takes of each operand.
+    those that an operator takes of each operand. `ports` are state and copies of those
+    of loops and branches inside, by operator and port.
     """
 
     graph: OpGraph
@@ -65,13 +65,12 @@ class Flow:
     made_by: dict[int, Operator] = field(default_factory=dict)
     couplings: list[tuple[Operator, int]] = field(default_factory=list)
     is_behind: dict[int, bool] = field(default_factory=dict)  # by operator
-    port_state: dict[tuple[int, int], State] = field(default_factory=dict)
+    ports: dict[tuple[int, int], tuple[State, int]] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)  # by tensor
     copies_read: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by operator
     asked: dict[int, dict[tuple[int, int], tuple[State, int]]] = field(
         default_factory=dict[int, dict[tuple[int, int], tuple[State, int]]]
     )  # by tensor and reader: the state and copies that it wants
-    port_copies: dict[tuple[int, int], int] = field(default_factory=dict)
     joints: set[int] = field(default_factory=set)  # operators that join batches
     matches: dict[tuple[int, ...], Factor | None] = field(default_factory=dict)
     alike: dict[int, int] = field(default_factory=dict)  # equal for equal operators
@@ -244,53 +243,46 @@ class Flow:
         if op.kind == SHARD_MAP and any(self.state[t] != REPLICATED for t in reads):
             return False  # its body is written for the shapes of the whole
         ports = ports_of(self.graph, op)
-        state: dict[int, State] = dict.fromkeys(range(len(ports)), REPLICATED)
-        copies: dict[int, int] = dict.fromkeys(range(len(ports)), 1)
+        found: list[tuple[State, int]] = [(REPLICATED, 1)] * len(ports)
         while True:
-            for number, port in enumerate(ports):
+            for port, (state, copies) in zip(ports, found, strict=True):
                 for tensor, extra in port.writes:
-                    self.write(tensor, shifted(state[number], extra), copies[number])
+                    self.write(tensor, shifted(state, extra), copies)
             for body in op.bodies:
                 for inner in self.graph.blocks[body].operators:
                     if not self.run_split(inner):
                         return False
-            changed = False
+            before = tuple(found)
             for number, port in enumerate(ports):
-                joined = self.join(port, state[number])
-                counts = self.copies_joined(port)
-                if joined is None or counts is None:
+                joined = self.join(port, found[number][0])
+                if joined is None:
                     return False
                 # A literal is its own maximum, but a predicate is nothing of parts.
-                is_extreme = joined in (MAX, MIN) and bool(port.writes)
-                if port.is_whole and joined != REPLICATED and not is_extreme:
+                is_extreme = joined[0] in (MAX, MIN) and bool(port.writes)
+                if port.is_whole and joined[0] != REPLICATED and not is_extreme:
                     return False
-                changed |= (joined, counts) != (state[number], copies[number])
-                state[number], copies[number] = joined, counts
-            if not changed:
-                for number, found in state.items():
-                    self.port_state[op.index, number] = found
-                    self.port_copies[op.index, number] = copies[number]
+                found[number] = joined
+            if tuple(found) == before:
+                self.ports.update(((op.index, n), each) for n, each in enumerate(found))
                 return True
 
-    def join(self, port: Port, state: State) -> State | None:
-        """The one state of all that a port reads; None if two of them differ."""
+    def join(self, port: Port, state: State) -> tuple[State, int] | None:
+        """The one state, and number of batches, of all that a port reads; None if two
+        of them differ."""
+        copies: set[int] = set()
         for operand, extra, _ in port.reads:
             found = self.state.get(operand, REPLICATED)
             if found == REPLICATED:
                 continue
             if 0 <= found < extra:
                 return None
-            found = found - extra if found >= 0 else found
+            if found >= 0:
+                copies.add(self.copies.get(operand, 1))
+                found -= extra
             if state not in (REPLICATED, found):
                 return None
             state = found
-        return state
-
-    def copies_joined(self, port: Port) -> int | None:
-        """The number of batches of all cut tensors of a port; None if they differ."""
-        cut = [o for o, _, _ in port.reads if self.state.get(o, REPLICATED) >= 0]
-        found = {self.copies.get(tensor, 1) for tensor in cut}
-        return min(found, default=1) if len(found) <= 1 else None
+        return (state, min(copies, default=1)) if len(copies) <= 1 else None
 
     def state_of(self, operand: Operand) -> State:
         return REPLICATED if isinstance(operand, Constant) else self.state[operand]
@@ -360,14 +352,12 @@ class Flow:
     def read_ports(self, op: Operator) -> dict[Site, tuple[State, int]]:
         """The state in which a structured operator's ports read their tensors, and how
         many batches these hold."""
-        return {
-            site: (
-                shifted(self.port_state[op.index, number], extra),
-                self.port_copies[op.index, number],
-            )
-            for number, port in enumerate(ports_of(self.graph, op))
-            for _, extra, site in port.reads
-        }
+        found: dict[Site, tuple[State, int]] = {}
+        for number, port in enumerate(ports_of(self.graph, op)):
+            state, copies = self.ports[op.index, number]
+            for _, extra, site in port.reads:
+                found[site] = shifted(state, extra), copies
+        return found
 
     @cached_property
     def phases(self) -> Phases:

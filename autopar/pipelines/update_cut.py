@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import networkx
 
 from ..graph.dependencies import read_by, tensors_of
-from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
+from ..graph.op_graph import Operand, Operator, OpGraph, Tensor
 from ..rules.base import is_inexact
 
 
@@ -305,13 +305,16 @@ def sum_by_stage(
 ) -> tuple[OpGraph, dict[int, int]]:
     """The graph with sums of scalars added stage by stage, and the stage of new sums.
 
+    Those are sums whose addends two stages or more have, and one several.
     `stage_of_operator` gives the stage of what makes the addends, None if every stage
     can. Values are the same up to rounding.
     """
     block = graph.blocks[0]
-    trees, inner = _scalar_sums(block, stage_of_operator)
-    if not trees:
-        return graph, {}
+    made_by = {t: op for op in block.operators for t in op.results}
+    num_reads = Counter[Operand](
+        [*read_by(block.operators), *tensors_of(block.outputs)]
+    )
+    of_sums = {t for op in block.operators if _is_sum(op) for t in op.operands}
     tensors, operators = list(graph.tensors), list[Operator]()
     stage_of: dict[int, int] = {}
     first = 1 + max(op.index for op in graph.operators())
@@ -326,72 +329,37 @@ def sum_by_stage(
             stage_of[first + number] = stage
         return index
 
+    # Addends and operators of sums that nothing but another sum reads, by result.
+    parts: dict[Operand, tuple[list[Operand], list[Operator]]] = {}
     for op in block.operators:
-        if op.index in inner:
+        if not _is_sum(op):
+            operators.append(op)
             continue
-        totals: list[Operand] = []
-        for stage, addends in trees.get(op.index, {}).items():
-            if stage is not None:
-                addends = [functools.reduce(functools.partial(add, op, stage), addends)]
-            totals.extend(addends)
-        if totals:
-            *others, last = totals
-            total = functools.reduce(functools.partial(add, op, None), others)
-            op = replace(op, operands=(total, last))
-        operators.append(op)
+        found = [parts.pop(each, ([each], [])) for each in op.operands]
+        addends = [each for own, _ in found for each in own]
+        inner = [each for _, own in found for each in own]
+        (result,) = op.results
+        if num_reads[result] == 1 and result in of_sums:
+            parts[result] = addends, [*inner, op]
+            continue
+        by_stage: dict[int | None, list[Operand]] = {}
+        for each in addends:
+            maker = made_by.get(each) if isinstance(each, int) else None
+            stage = None if maker is None else stage_of_operator(maker)
+            by_stage.setdefault(stage, []).append(each)
+        totals = by_stage.pop(None, [])
+        if len(by_stage) < 2 or max(map(len, by_stage.values())) < 2:
+            operators += [*inner, op]
+            continue
+        for stage, own in by_stage.items():
+            totals.append(functools.reduce(functools.partial(add, op, stage), own))
+        *others, last = totals
+        total = functools.reduce(functools.partial(add, op, None), others)
+        operators.append(replace(op, operands=(total, last)))
+    if not stage_of:
+        return graph, {}
     blocks = (replace(block, operators=tuple(operators)), *graph.blocks[1:])
     return replace(graph, tensors=tuple(tensors), blocks=blocks), stage_of
-
-
-def _scalar_sums(
-    block: Block, stage_of_operator: Callable[[Operator], int | None]
-) -> tuple[dict[int, dict[int | None, list[Operand]]], set[int]]:
-    """Sums whose addends two stages or more have, and one several; and their parts.
-
-    The addends are by the last operator of the sum and by stage, through the sums that
-    only this one reads, whose operators come second.
-    """
-    made_by = {t: op for op in block.operators for t in op.results}
-    reader: dict[Operand, Operator] = {
-        t: op for op in block.operators for t in tensors_of(op.operands)
-    }
-    num_reads = Counter[Operand](
-        [*read_by(block.operators), *tensors_of(block.outputs)]
-    )
-
-    def part(operand: Operand) -> Operator | None:
-        """The sum that an addend is, if nothing but another sum reads it."""
-        maker = made_by.get(operand) if isinstance(operand, int) else None
-        is_part = (
-            maker is not None
-            and _is_sum(maker)
-            and num_reads[operand] == 1
-            and operand in reader
-            and _is_sum(reader[operand])
-        )
-        return maker if is_part else None
-
-    trees: dict[int, dict[int | None, list[Operand]]] = {}
-    inner: set[int] = set()
-    for op in block.operators:
-        if not _is_sum(op) or part(op.results[0]) is not None:
-            continue
-        found: dict[int | None, list[Operand]] = {}
-        own, waiting = set[int](), list(reversed(op.operands))
-        while waiting:
-            operand = waiting.pop()
-            if (addend := part(operand)) is not None:
-                own.add(addend.index)
-                waiting.extend(reversed(addend.operands))
-                continue
-            maker = made_by.get(operand) if isinstance(operand, int) else None
-            stage = None if maker is None else stage_of_operator(maker)
-            found.setdefault(stage, []).append(operand)
-        of_stages = [len(each) for stage, each in found.items() if stage is not None]
-        if len(of_stages) > 1 and max(of_stages) > 1:
-            trees[op.index] = found
-            inner |= own
-    return trees, inner
 
 
 def _is_sum(op: Operator) -> bool:

@@ -12,9 +12,8 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
 from autopar.solver.likely import improve_among_likely
-from autopar.solver.messages import Passing
+from autopar.solver.messages import Passing, sweep_order
 from autopar.solver.reduce import Reduced, reduce
-from autopar.solver.sweep_order import sweep_order
 from autopar.solver.unfold import BestChoice
 from tests.solver.brute_force import brute_force
 from tests.solver.random_graphs import random_graph
