@@ -23,6 +23,8 @@ def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
         found = jnp.max(jnp.abs(seen))
         statistics = {
             "history": jnp.roll(history, 1).at[0].set(found),
+            "average": 0.9 * history + 0.1 * found,
+            "negative": -found.astype(jnp.bfloat16) / 448,
             "is_large": jnp.any(seen > 1.5).astype(jnp.int32),
         }
         highest = jnp.maximum(highest, found)
