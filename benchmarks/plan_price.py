@@ -11,11 +11,7 @@ from autopar.costs.scan_outputs import stacking_seconds
 from autopar.costs.user_shard_map import body_work
 from autopar.graph.build_graph import SHARD_MAP, STRUCTURED
 from autopar.graph.op_graph import Operator, OpGraph, TensorType
-from autopar.planner.halo_costs import (
-    halo_collectives,
-    ring_product_seconds,
-    work_seconds,
-)
+from autopar.planner.halo_costs import halo_collectives, work_seconds
 from autopar.planner.intra_op import shard_map_collectives
 from autopar.planner.overlap import visible_fractions
 from autopar.planner.strategies import SLICING
@@ -70,9 +66,6 @@ def _operator_seconds(
     )
     moved += _local_bytes(op.result_types, planned.result_specs, sizes)
     halos = factors_with_halos(op, planned.factors)
-    products = ring_product_seconds(op, halos, sizes, cluster)
-    if products is not None:
-        return products
     moved += moved_bytes(op, halos, sizes)
     work = total_flops(op) / planned.split, moved
     return work_seconds(op, halos, work, sizes, cluster)

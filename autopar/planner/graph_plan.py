@@ -21,7 +21,6 @@ from ..sharding.mesh import MeshShape
 from ..state.placements import placement_pins
 from .auto_layout import auto_layout
 from .budget import BudgetPlanner
-from .divided_work import dividing_first
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .mesh_search import (
     MANY_OPERATORS,
@@ -73,7 +72,7 @@ def plan_graph(
 
     plan_on = partial(_plan_on_mesh, request)
     if mesh is None:
-        shapes = dividing_first(graph, mesh_shapes(cluster))
+        shapes = mesh_shapes(cluster)
         is_long = len(graph.operators()) >= MANY_OPERATORS
         limits = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
         search = MeshSearch(cluster, plan_on, shapes, limits)

@@ -28,28 +28,17 @@ def visible_fractions(graph: OpGraph, cluster: Cluster) -> np.ndarray:
     """
     if cluster.visible_fraction == 1.0:
         return np.ones(len(graph.tensors))
-    hidden = is_parameter(graph) | is_gradient(graph)
-    return np.where(hidden, cluster.visible_fraction, 1.0)
-
-
-def is_parameter(graph: OpGraph) -> np.ndarray:
-    """bool [tensors] which are made of state and no example."""
-    marks = np.zeros(len(graph.tensors), np.uint8)
+    made = np.zeros(len(graph.tensors), np.uint8)
+    read = np.zeros(len(graph.tensors), np.uint8)
     for each in graph.inputs:
-        if each.role in _MARKS:
-            marks[each.tensor] = _MARKS[each.role]
-    return spread_marks(graph, marks) == _MARKS["state"]
-
-
-def is_gradient(graph: OpGraph) -> np.ndarray:
-    """bool [tensors] which the next state is made of, and no product reads any more."""
-    marks = np.zeros(len(graph.tensors), np.uint8)
-    for each in graph.inputs:
+        made[each.tensor] = _MARKS.get(each.role, 0)
         new = None if each.output is None else graph.outputs[each.output]
         if isinstance(new, int):
-            marks[new] = _NEW_STATE
+            read[new] = _NEW_STATE
     columns = graph.columns
     is_product = columns.where(is_heavy_operator)
-    read = columns.operands[is_product[columns.rows_of_operands]]
-    marks[np.unique(read[read >= 0])] |= _READ_BY_PRODUCT
-    return spread_marks(graph, marks, backwards=True) == _NEW_STATE
+    operands = columns.operands[is_product[columns.rows_of_operands]]
+    read[np.unique(operands[operands >= 0])] |= _READ_BY_PRODUCT
+    is_parameter = spread_marks(graph, made) == _MARKS["state"]
+    is_gradient = spread_marks(graph, read, backwards=True) == _NEW_STATE
+    return np.where(is_parameter | is_gradient, cluster.visible_fraction, 1.0)

@@ -27,7 +27,7 @@ if NUM_PROCESSES > 1:
     )
 
 import autopar  # noqa: E402
-from autopar.planner import planning  # noqa: E402
+from autopar.planner import variant_search  # noqa: E402
 from tests.ray import f3_training  # noqa: E402
 
 
@@ -48,7 +48,7 @@ def plan_graph(*given: Any, **options: Any) -> Any:
     return planned_before(*given, **options)
 
 
-planned_before, planning.plan_graph = planning.plan_graph, plan_graph
+planned_before, variant_search.plan_graph = variant_search.plan_graph, plan_graph
 total = autopar.parallelize(lambda x: x.sum(), mesh="x:8")
 searched = autopar.parallelize(lambda x, w: jnp.tanh(x @ w).sum())
 step = autopar.parallelize(f3_training.step, plan=autopar.Plan.load(PLAN))
