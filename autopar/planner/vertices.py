@@ -87,7 +87,8 @@ class Accesses:
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], num_vertices: int) -> Accesses:
         """From (vertex, tensor, choices), and the site of reads, by vertex."""
-        columns = np.array(rows, np.intp).reshape(len(rows), -1)
+        width = len(rows[0]) if rows else 6
+        columns = np.array(rows, np.intp).reshape(-1, width)
         start = np.searchsorted(columns[:, 0], np.arange(num_vertices + 1))
         vertex, tensor, choices = columns[:, :3].T.copy()
         return cls(start, vertex, tensor, choices, columns[:, 3:])
