@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph
-from ..plans.plan import InputPlan, ShardingPlan
+from ..plans.plan import ShardingPlan
 from .named_methods import Zero, restriction_of
 from .restrictions import WHOLE
 
@@ -42,19 +42,14 @@ def warn_unsplit_state(
     if whole_bytes <= _NOTABLE * held_bytes:
         return
     parts = plan.mesh.size
-    largest = sorted(whole, key=lambda each: -each.bytes)
-    names = ", ".join(map(_text, largest[:_NUM_SHOWN]))
-    more = f" and {len(whole) - _NUM_SHOWN} more" if len(whole) > _NUM_SHOWN else ""
+    largest = sorted(whole, key=lambda each: -each.bytes)[:_NUM_SHOWN]
+    names = ", ".join(f"{each.path} {list(each.shape)}" for each in largest)
     warnings.warn(
         f"ZeRO splits a tensor by a dim that the {parts} devices of {plan.mesh} "
-        f"divide, but of {names}{more} they divide none: every device holds all of "
+        f"divide, but of {names} they divide none: every device holds all of "
         f"it, {whole_bytes:,} of {held_bytes:,} B of state, and not "
         f"{whole_bytes // parts:,} B. Make a dim a multiple of {parts}, or use a mesh "
         f"whose axes divide one.",
         FallbackWarning,
         stacklevel=2,
     )
-
-
-def _text(each: InputPlan) -> str:
-    return f"{each.path} {list(each.shape)}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph
@@ -16,42 +14,6 @@ from ..sharding.mesh import MeshShape
 
 # What is there, or is done, this many times more than it need be.
 _NOTABLE = 1.5
-
-
-def dividing_first(
-    graph: OpGraph, shapes: Sequence[MeshShape]
-) -> tuple[MeshShape, ...]:
-    """The shapes in their order, but last those that leave tensors whole.
-
-    They are those of which a device has notably more of all tensors than of others, as
-    their axes divide fewer dims.
-    """
-    num_bytes: Counter[tuple[int, ...]] = Counter()
-    for tensor in graph.tensors:
-        num_bytes[tensor.type.shape] += tensor.type.bytes
-
-    def share(shape: MeshShape) -> float:
-        sizes = shape.axis_sizes
-        return sum(n / most_parts(dims, sizes) for dims, n in num_bytes.items())
-
-    shares = [share(shape) for shape in shapes]
-    most = _NOTABLE * min(shares)
-    pairs = sorted(zip(shares, shapes, strict=True), key=lambda pair: pair[0] > most)
-    return tuple(shape for _, shape in pairs)
-
-
-@lru_cache(maxsize=4096)
-def most_parts(dims: tuple[int, ...], axis_sizes: tuple[int, ...]) -> int:
-    """The most parts that axes of these sizes cut a tensor into, each along one dim."""
-    if not axis_sizes:
-        return 1
-    size, rest = axis_sizes[0], axis_sizes[1:]
-    best = most_parts(dims, rest)
-    for dim, length in enumerate(dims):
-        if length and length % size == 0:
-            cut = (*dims[:dim], length // size, *dims[dim + 1 :])
-            best = max(best, size * most_parts(cut, rest))
-    return best
 
 
 def split_fraction(

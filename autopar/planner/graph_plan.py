@@ -21,7 +21,6 @@ from ..sharding.mesh import MeshShape
 from ..state.placements import placement_pins
 from .auto_layout import auto_layout
 from .budget import BudgetPlanner
-from .divided_work import dividing_first
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .mesh_search import (
     MANY_OPERATORS,
@@ -48,9 +47,8 @@ def plan_graph(
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
     On a mesh that is named the plan is within `gap` of the best. Plans of `cutoff`
-    seconds are of no use: where none is better, it is any and need not fit. Plans with
-    limits on single choices, or a wider gap, and those that are not `is_kept` are not
-    cached.
+    seconds are of no use: where none is better, it is any and need not fit. Plans
+    with a wider gap, and those that are not `is_kept`, are not cached.
 
     Raises:
       InfeasiblePlanError: no plan exists.
@@ -63,7 +61,6 @@ def plan_graph(
     if mesh is not None:
         check_shard_maps(graph, mesh)
         warn_ignored_constraints(graph, mesh)
-    is_kept = is_kept and not request.limits
     entry = cache_entry(request) if is_kept else CacheEntry(None)
     known = entry.load(graph)
     if known is not None:
@@ -73,7 +70,7 @@ def plan_graph(
 
     plan_on = partial(_plan_on_mesh, request)
     if mesh is None:
-        shapes = dividing_first(graph, mesh_shapes(cluster))
+        shapes = mesh_shapes(cluster)
         is_long = len(graph.operators()) >= MANY_OPERATORS
         limits = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
         search = MeshSearch(cluster, plan_on, shapes, limits)
@@ -108,10 +105,9 @@ def _plan_on_mesh(
     if isinstance(method, LayoutRules) and method.is_auto:
         own = restrictions_of(None, options.rules, graph, mesh, batch)
         place = graph, mesh, cluster, batch, budget_bytes
-        limits = *own, *request.limits
-        return auto_layout(method, *place, pins=pins, limits=limits).solution
+        return auto_layout(method, *place, pins=pins, limits=own).solution
     own = restrictions_of(method, options.rules, graph, mesh, batch)
-    limits = *own, *ring_limits(graph, options), *request.limits
+    limits = *own, *ring_limits(graph, options)
     planner = BudgetPlanner(graph, mesh, cluster, batch, pins, limits)
     if getattr(method, "objective", "time") == "memory":
         return planner.least(budget_bytes)

@@ -16,7 +16,6 @@ from ..options import Options
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..state.placements import mesh_of_leaves, placed_pins
 from .mesh_shapes import default_mesh
-from .restrict import Limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,6 @@ class PlanRequest:
       batch: the graph's inputs that are split with the batch.
       cluster: the devices.
       options: what was asked for.
-      limits: on single choices.
     """
 
     graph: OpGraph
@@ -37,7 +35,6 @@ class PlanRequest:
     batch: Sequence[int]
     cluster: Cluster
     options: Options
-    limits: Sequence[Limit] = ()
 
     def asking(self, **options: Any) -> Self:
         """The same with other options."""

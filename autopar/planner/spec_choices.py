@@ -46,10 +46,6 @@ class SpecChoices:
         """The spec under one choice."""
         return self._by_choice[choice]
 
-    def are(self, spec: Spec) -> np.ndarray:
-        """Which choices have a spec: bool [k]."""
-        return (self.specs == np.array(spec)).all(axis=1)
-
     @cached_property
     def _by_choice(self) -> list[Spec]:
         return [self.distinct[number] for number in self.classes.tolist()]

@@ -20,7 +20,6 @@ from ..microbatches.microbatches import BatchCoupledError, batch_size_of
 from ..option_values import Offload, Remat
 from ..options import Options
 from ..plans.explain import format_bytes
-from .divided_work import dividing_first
 from .lower_bound import even_share_bytes
 from .mesh_shapes import mesh_shapes
 from .planning import plan_traced
@@ -42,8 +41,8 @@ def suggestion(whole: TracedWhole, options: Options) -> str:
     if not is_open or options.pins or options.like or options.num_microbatches > 1:
         return ""
     cluster = options.cluster or Cluster.local()
-    first = dividing_first(whole.graph, mesh_shapes(cluster))[0]
-    options = replace(options, cluster=cluster, mesh=options.mesh or first)
+    first = options.mesh or mesh_shapes(cluster)[0]
+    options = replace(options, cluster=cluster, mesh=first)
     for given in islice(_candidates(whole, options, cluster), MOST_PLANNED):
         try:
             plan = plan_traced(whole, replace(options, **given)).plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import warnings
@@ -10,15 +9,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import autopar
-from autopar.frontend.tracing import trace
-from autopar.graph.build_graph import build_graph
-from autopar.planner.divided_work import dividing_first, most_parts
-from autopar.planner.mesh_shapes import mesh_shapes
-from autopar.planner.whole_step import roles_of
 
 
 def step(params: jax.Array, x: jax.Array) -> jax.Array:
@@ -58,19 +50,6 @@ def test_one_that_divides_the_step_is_not(devices: int, examples: int) -> None:
         assert planned(devices, examples).predicted.split_flops_fraction == 1
 
 
-def test_the_mesh_of_a_bound_is_one_that_divides_the_step() -> None:
-    traced = trace(step, shapes(1024), {})
-    graph = build_graph(traced, roles_of(traced))
-
-    def chosen(name: str) -> tuple[int, ...]:
-        meshes = mesh_shapes(autopar.Cluster.preset(name))
-        return dividing_first(graph, meshes)[0].axis_sizes
-
-    assert chosen("8x8xH100") == (64,)
-    assert chosen("8x7xH100") == (8, 7)
-    assert chosen("7x8xH100") == (7, 8)
-
-
 @pytest.mark.parametrize("name", ["1x12xA100", "2x6xA100"])
 def test_a_budget_that_the_cheapest_plan_keeps_to_leaves_it(name: str) -> None:
     """The first shapes of 12 devices divide the parameters by 4, or not at all."""
@@ -85,23 +64,3 @@ def test_a_budget_that_the_cheapest_plan_keeps_to_leaves_it(name: str) -> None:
     for more in (1.0, 1.1):
         within = planned(memory_budget=int(more * free.peak_bytes)).predicted
         assert within.step_seconds <= 1.005 * free.step_seconds
-
-
-@given(
-    st.lists(st.integers(0, 24), max_size=3).map(tuple),
-    st.lists(st.integers(2, 6), max_size=3).map(tuple),
-)
-def test_most_parts_are_those_of_the_best_assignment(
-    dims: tuple[int, ...], axis_sizes: tuple[int, ...]
-) -> None:
-    best = 1
-    for places in itertools.product([None, *range(len(dims))], repeat=len(axis_sizes)):
-        parts = [1] * len(dims)
-        for place, size in zip(places, axis_sizes, strict=True):
-            if place is not None:
-                parts[place] *= size
-        if all(
-            dim and dim % n == 0 or n == 1 for dim, n in zip(dims, parts, strict=True)
-        ):
-            best = max(best, math.prod(parts))
-    assert most_parts(dims, axis_sizes) == best

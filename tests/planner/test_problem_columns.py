@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -143,3 +144,14 @@ def test_columns_tell_operators_apart_by_all_but_names() -> None:
         assert op.operand_types == example.operand_types
         assert op.result_types == example.result_types
     assert len(columns.examples) < len(columns.operators) / 2
+
+
+@pytest.mark.parametrize("step", [lambda x: 2.0, lambda: 2.0, lambda x: x])
+def test_a_step_may_read_nothing(step: Any) -> None:
+    args = [jax.ShapeDtypeStruct((8,), np.float32)] * step.__code__.co_argcount
+    traced = trace(step, args, {})
+    graph = build_graph(traced, roles_of(traced))
+    cluster = Cluster.preset("1x8xH100")
+    mesh = parse_mesh("x:8", cluster.num_devices)
+    problem = build_problem(graph, mesh, cluster, Resharder(mesh, cluster))
+    assert len(problem.vertices) <= 2
