@@ -39,7 +39,9 @@ class _Prices:
         self._known: dict[tuple[str, tuple[int, ...], float], np.ndarray] = {}
 
     def by_size(self, steps: tuple[Step, ...]) -> np.ndarray:
-        return sum(map(self._by_size, steps), np.zeros(len(SIZES)))
+        """Of a path; even one along axes of one device is dearer than none."""
+        seconds = sum(map(self._by_size, steps), np.zeros(len(SIZES)))
+        return np.maximum(seconds, _EPSILON_SECONDS)
 
     def seconds(self, step: Step) -> float:
         """Of a tensor of the size that paths are chosen for."""
@@ -129,6 +131,8 @@ class Resharder:
         key = (source, target)
         paths = self._known.paths
         if key not in paths:
+            if source == target:
+                return _Path((), np.zeros(len(SIZES)))
             num_dims = max(map(dim_of, (*source, *target, -1))) + 1
             start, goal = (placement_of(spec, num_dims, self._parts) for spec in key)
             steps = cheapest_path(

@@ -86,11 +86,6 @@ def num_shards(spec: Spec, sizes: Sequence[int]) -> int:
     return prod(sizes[axis] for axis, state in enumerate(spec) if state >= 0)
 
 
-def is_coarser(spec: Spec, other: Spec, sizes: Sequence[int]) -> bool:
-    """Whether `spec` cuts in fewer pieces than `other`: to get there is a gather."""
-    return num_shards(spec, sizes) < num_shards(other, sizes)
-
-
 def local_shape(
     shape: Sequence[int], spec: Spec, sizes: Sequence[int]
 ) -> tuple[int, ...]:
