@@ -1,8 +1,8 @@
 """Solving without a budget: one exact step after another, until the gap is closed.
 
 A graph of equal layers is first solved with few of them (`folded.py`). Otherwise:
-in turn reduce; pass messages; fix what costs too much. Where little was fixed, the ILP
-gets what is left.
+in turn reduce; pass messages; fix what costs too much; and where the messages stall,
+merge nodes. The ILP gets what is left once nothing can be merged.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,16 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
-from .likely import improve_among_likely
+from .likely import MOST_LIKELY_CHOICES, improve_among_likely
+from .merge import choose_pairs, merge_nodes
 from .messages import Messages, Passing
 from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
 ROUNDS_AT_ONCE = 30
+MOST_MERGED_CHOICES = (1000, 1600)
+FEW_LIKELY_CHOICES = 100
 LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
@@ -65,6 +68,7 @@ class _Descent:
         self.bound = -inf
         self.seconds = search.seconds_left
         self.in_programs = 0.0
+        self.solved: ChoiceGraph | None = None
 
     @property
     def graph(self) -> ChoiceGraph:
@@ -74,7 +78,7 @@ class _Descent:
         """Seconds of work of the next integer program, of which all may take half.
 
         They grow without measure where the choices held likely are not, as where loops
-        read stacked values one by one; messages go on in any case.
+        read stacked values one by one; messages and merging go on in any case.
         """
         left = self.search.seconds_left
         if self.search.choices is None:
@@ -99,6 +103,13 @@ class _Descent:
         if self._fix() > FIXED_ENOUGH * self.graph.num_choices:
             return False
         self._reduce()
+        kept_for_ilp = self.seconds * (0.5 if self.with_ilp else 0.1)
+        if self.search.seconds_left > kept_for_ilp:
+            for most in MOST_MERGED_CHOICES:
+                pairs = choose_pairs(self.graph, most)
+                if pairs:
+                    self.steps.append(merge_nodes(self.graph, pairs, self.search.pool))
+                    return False
         work_limit = self._work_of_programs(LEAST_WORK_OF_REST)
         if self.with_ilp and is_small_enough(self.graph, work_limit):
             self._solve_ilp(work_limit)
@@ -154,15 +165,33 @@ class _Descent:
         if messages.choices is None:
             return
         choices, start = messages.choices, search.seconds_left
-        choices = improve_among_likely(
-            *(self.graph, choices, messages.marginals, search.pool),
-            gap=search.gap / 2,
-            work_limit=self._work_of_programs(LEAST_WORK),
-            cutoff=search.most_useful_cost,
-        )
-        search.offer(self._expand(choices))
+        for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
+            if self._is_all_likely(most):
+                self._solve_whole()
+                break
+            choices = improve_among_likely(
+                *(self.graph, choices, messages.marginals, search.pool),
+                gap=search.gap / 2,
+                work_limit=self._work_of_programs(LEAST_WORK),
+                most_choices=most,
+                cutoff=search.most_useful_cost,
+            )
+            search.offer(self._expand(choices))
+            if search.is_closed:
+                break
         self.in_programs += start - search.seconds_left
         search.finish_phase("likely", self.graph)
+
+    def _is_all_likely(self, most: int) -> bool:
+        """Whether so many likely choices are all, so that a bound on them holds."""
+        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
+
+    def _solve_whole(self) -> None:
+        """The whole graph by the ILP, once."""
+        work_limit = self._work_of_programs(LEAST_WORK)
+        if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
+            self.solved = self.graph
+            self._solve_ilp(work_limit)
 
     def _fix(self) -> int:
         threshold = self.search.threshold

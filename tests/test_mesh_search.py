@@ -28,6 +28,7 @@ from autopar.planner.mesh_shapes import (
     mesh_shapes,
     neighbours,
 )
+from autopar.planner.questions import Questions
 from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
@@ -108,8 +109,15 @@ CLUSTER = Cluster.preset("8x8xH100")
 def searched(
     planner: Planner, limits: SearchLimits = NO_LIMITS
 ) -> tuple[IntraOpSolution, MeshSearch]:
-    search = MeshSearch(CLUSTER, planner, mesh_shapes(CLUSTER), limits)
-    return search.best(), search
+    search = MeshSearch(CLUSTER, mesh_shapes(CLUSTER), limits)
+    meshes = Questions(search.best())
+    while meshes.asked is not None:
+        try:
+            answer = planner(*meshes.asked)
+        except InfeasiblePlanError as error:
+            answer = error
+        meshes.answer(answer)
+    return meshes.result, search
 
 
 def test_the_search_climbs_to_a_shape_of_three_axes_and_solves_it_tightly() -> None:

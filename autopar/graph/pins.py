@@ -176,9 +176,10 @@ def parse_pin(
             f"it out."
         )
     if not is_legal(kind.shape, spec, mesh.axis_sizes):
+        ring = " (for heads of attention its sequence, with attention='ring')"
         raise ValueError(
             f"Axes must divide the dims that they split, but {where} is {value} on the "
-            f"mesh {mesh}; pin another dim or leave it out."
+            f"mesh {mesh}; pin another dim{ring * (kind.rank > 2)} or leave it out."
         )
     return Pin(
         tuple(

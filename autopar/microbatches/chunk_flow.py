@@ -9,13 +9,14 @@ does what reads forward values of the batch, which several scans may stack.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Constant, Operand, Operator, OpGraph, is_zero
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, is_zero
 from ..graph.phases import Phases, sliced_operands, stacked_results
+from ..graph.work import is_heavy_operator
 from ..rules.base import Factor, factors_of
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
@@ -47,9 +48,10 @@ class ChunkFlow:
     """Cuts of the tensors of the outermost block, found by walks until none changes.
 
     `lengths` are those of the scans over layers, by operator; `fixed` are inputs that
-    stay whole: the batch, and `examples` are what the forward pass makes of it. A
-    reader that needs a value in chunks asks whoever makes it, back to the inputs, so
-    that a parameter, its cast and its moments are cut alike.
+    stay whole: those of an initialiser, or of a step (`is_step`) the batch, and then
+    `examples` are what the forward pass makes of it. A reader that needs a value in
+    chunks asks whoever makes it, back to the inputs, so that a parameter, its cast and
+    its moments are cut alike.
     """
 
     graph: OpGraph
@@ -60,11 +62,12 @@ class ChunkFlow:
     operator_lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wanted: dict[int, Cut] = field(default_factory=dict)  # by tensor
     scans: list[Operator] = field(default_factory=list[Operator])  # as visited
+    is_step: bool = True
 
     def __post_init__(self) -> None:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
-        self.examples = set(self.fixed)
+        self.examples = set(self.fixed) if self.is_step else set[int]()
         for op in Phases.of(self.graph.blocks[0]).forward:
             if self.reads_examples(op):
                 self.examples.update(op.results)
@@ -180,16 +183,15 @@ class ChunkFlow:
         if not known or not self.examples.isdisjoint(op.results):
             return None
         read = set(tensors_of(slices))
-        shared = {
-            scan.index: len(
-                read & {*tensors_of(sliced_operands(scan)), *stacked_results(scan)}
-            )
-            for scan in reversed(self.scans)
-        }
-        nearest = max(shared, key=lambda index: shared[index], default=None)
-        if nearest is None or not shared[nearest]:
+
+        def num_shared(scan: Operator) -> int:
+            values = (*sliced_operands(scan), *stacked_results(scan))
+            return len(read.intersection(tensors_of(values)))
+
+        nearest = max(reversed(self.scans), key=num_shared, default=None)
+        if nearest is None or num_shared(nearest) == 0:
             return known[0]
-        return self.operator_lengths.get(nearest)
+        return self.operator_lengths.get(nearest.index)
 
     def want(self, operand: Operand, cut: Cut) -> None:
         """A reader would have `operand` in chunks; the next walk may make it so."""
@@ -276,3 +278,21 @@ def unchanged_carries(graph: OpGraph, op: Operator) -> frozenset[int]:
         for i in range(op.params["num_carry"])
         if body.outputs[i] == body.inputs[first + i]
     )
+
+
+def light_makers(body: Block, slices: Collection[int]) -> dict[int, Operator]:
+    """Operators of a body that are no products and read its `slices` alone, by result.
+
+    In executed order; what they make of a slice does not depend on other iterations.
+    """
+    known, makers = set(slices), {}
+    for op in body.operators:
+        is_light = op.kind not in STRUCTURED and not is_heavy_operator(op)
+        if (
+            is_light
+            and op.kind != "random_bits"
+            and known.issuperset(tensors_of(op.operands))
+        ):
+            known.update(op.results)
+            makers.update(dict.fromkeys(op.results, op))
+    return makers

@@ -6,8 +6,9 @@ each chunk of a stacked leaf an argument of its own, with its own home.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from jax import lax
 from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
+from ..graph.dependencies import leading_to
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.pins import spellings
 from ..graph.traced_function import Roles, TracedFunction
@@ -30,6 +32,7 @@ from .chunk_flow import (
     ChunkFlow,
     Cut,
     accumulating_carries,
+    light_makers,
     unchanged_carries,
 )
 from .extremes import JOINS
@@ -193,16 +196,52 @@ class ChunkRunner(WholeRunner):
         self.values.update(zip(op.results[:num_carry], carry, strict=True))
         for position, result in enumerate(op.results[num_carry:]):
             self.chunks[result] = tuple(stacked[k][position] for k in order)
-        # Slices that are stacked as they are need not be: parameters that the backward
-        # pass of a rematerialised body reads are then no residuals of a microbatch.
-        body = self.graph.blocks[op.bodies[0]]
-        inner, outer = body.inputs[first_slice:], op.operands[first_slice:]
-        for tensor, operand, chunks in zip(inner, outer, slices, strict=True):
-            is_parameter = is_inexact(self.graph.tensors[tensor].type)
-            if is_parameter and operand not in self.flow.examples:
-                for position, output in enumerate(body.outputs[num_carry:]):
-                    if output == tensor:
-                        self.chunks[op.results[num_carry + position]] = chunks
+        self.unstack(op, slices)
+
+    def unstack(self, op: Operator, slices: Sequence[tuple[Any, ...]]) -> None:
+        """What a scan stacks and only makes of its slices is made outside of it.
+
+        Casts and broadcasts of parameters that the backward pass reads are then no
+        residuals of every microbatch: a stage makes them where it reads them.
+        """
+        body, num_carry = self.graph.blocks[op.bodies[0]], op.params["num_carry"]
+        first = op.params["num_consts"] + num_carry
+        sliced = {
+            tensor: chunks
+            for tensor, outer, chunks in zip(
+                *(body.inputs[first:], op.operands[first:], slices), strict=True
+            )
+            if is_inexact(self.graph.tensors[tensor].type)
+            and outer not in self.flow.examples
+        }
+        makers = light_makers(body, sliced) if sliced else {}
+        for output, result in zip(
+            body.outputs[num_carry:], op.results[num_carry:], strict=True
+        ):
+            if not isinstance(output, int):
+                continue
+            if output in sliced:
+                self.chunks[result] = sliced[output]
+            elif output in makers:
+                make = functools.partial(self.make_slice, makers, sliced, output)
+                self.chunks[result] = tuple(
+                    jax.vmap(make)(*given)
+                    for given in zip(*sliced.values(), strict=True)
+                )
+
+    def make_slice(
+        self,
+        makers: Mapping[int, Operator],
+        sliced: Iterable[int],
+        wanted: int,
+        *given: Any,
+    ) -> Any:
+        """One layer's tensor from the slices of its parameters."""
+        runner = WholeRunner(self.graph)
+        runner.values.update(zip(sliced, given, strict=True))
+        operators = {op.index: op for op in makers.values()}
+        runner.run_operators(leading_to([wanted], [*operators.values()]))
+        return runner.values[wanted]
 
 
 def _slices(whole: jax.Array, cut: Cut) -> tuple[jax.Array, ...]:

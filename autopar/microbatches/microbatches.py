@@ -212,9 +212,10 @@ def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = sorted(divisors, key=lambda n: (abs(n - num_microbatches), n))[:2]
     names = ", ".join(f"{name} ({own} examples)" for name, own in sizes.items())
+    distinct = sorted({*sizes.values()})
     return (
-        f"`num_microbatches` must divide the batch size "
-        f"{' and '.join(map(str, sorted({*sizes.values()})))}, but got "
+        f"`num_microbatches` must divide the batch size{'s' * (len(distinct) > 1)} "
+        f"{' and '.join(map(str, distinct))}, but got "
         f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}. The "
         f"batch is {shorten(names, 100)}; if it is another, say so with batch_argnums."
     )

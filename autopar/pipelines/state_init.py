@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..clusters.cluster import Cluster
 from ..costs.resharding import Resharder
 from ..graph.blocks import as_array
+from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to, tensors_of
+from ..graph.op_graph import Operand, OpGraph
 from ..graph.traced_function import TracedFunction, root_of
+from ..jax_compat import user_context
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.chunk_flow import ChunkFlow, Cut
+from ..microbatches.chunked_step import ChunkRunner
 from ..planner.intra_op import plan_intra_op
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
@@ -145,6 +148,8 @@ def _init_program(
 ) -> InitProgram:
     init, graph = placed.init, placed.init.graph
     wanted = [graph.outputs[leaf] for leaf, _ in parts]
+    cuts = [_cut_of(placed.homes[leaf]) for leaf, _ in parts]
+    flow = _flow(graph, dict(zip(wanted, cuts, strict=True)))
     operators = leading_to(tensors_of(wanted), graph.blocks[0].operators)
     read = {t for op in operators for t in tensors_of(op.operands)}
     read |= set(tensors_of(wanted))
@@ -152,14 +157,18 @@ def _init_program(
     tensors = [graph.inputs[i].tensor for i in inputs]
 
     def make(*values: Any) -> list[Any]:
-        runner = WholeRunner(graph)
+        runner = ChunkRunner(graph, flow)
         runner.values.update(zip(tensors, values, strict=True))
-        runner.run_operators(operators)
+        for op in operators:
+            with jax.named_scope(runner.scope(op)), user_context(op.eqn):
+                runner.run(op)
         found = []
-        for operand, (_, part) in zip(wanted, parts, strict=True):
-            x = as_array(runner.value(operand))
-            rows = x if part.rows is None else lax.slice_in_dim(x, *part.rows)
-            found.append(_pinned(rows, part.sharding.spec))
+        for operand, cut, (_, part) in zip(wanted, cuts, parts, strict=True):
+            if cut is None or part.rows is None:
+                x = as_array(runner.value(operand))
+            else:
+                x = runner.chunks_of(operand, cut)[cut.borders().index(part.rows)]
+            found.append(_pinned(x, part.sharding.spec))
         return found
 
     make.__name__ = f"init_{init.traced.name}"
@@ -176,6 +185,32 @@ def _init_program(
         [i for i, (_, home) in enumerate(parts) if home.sharding.memory_kind == HOST],
     )
     return InitProgram(program, tuple(inputs), tuple(parts))
+
+
+def _cut_of(home: LeafHome) -> Cut | None:
+    rows = [part.rows for part in home if part.rows is not None]
+    return Cut(0, tuple(end - first for first, end in rows)) if rows else None
+
+
+def _flow(graph: OpGraph, cuts: Mapping[Operand, Cut | None]) -> ChunkFlow:
+    """Which values come in pieces, so that none is made whole for a piece of it."""
+    wanted = {t: cut for t, cut in cuts.items() if cut and isinstance(t, int)}
+    inputs = frozenset(graph.blocks[0].inputs)
+    lengths: dict[int, tuple[int, ...]] = {}
+    while True:
+        flow = ChunkFlow(
+            graph, dict(lengths), inputs, wanted=dict(wanted), is_step=False
+        )
+        flow.run()
+        asked = {
+            op.index: flow.wanted[t].lengths
+            for op in graph.blocks[0].operators
+            for t in op.results
+            if op.kind == SCAN and t in flow.wanted and op.index not in lengths
+        }
+        if not asked:
+            return flow
+        lengths.update(asked)
 
 
 def _pinned(x: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 
 from .. import rules as _rules
@@ -32,6 +31,7 @@ from .mesh_search import (
 from .mesh_shapes import mesh_shapes
 from .plan_cache import CacheEntry, cache_entry
 from .plan_request import PlanRequest
+from .questions import Questions
 from .step_forms import ring_limits
 
 _log = logging.getLogger("autopar")
@@ -68,17 +68,23 @@ def plan_graph(
         _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
         return known
 
-    plan_on = partial(_plan_on_mesh, request)
     if mesh is None:
         shapes = mesh_shapes(cluster)
         is_long = len(graph.operators()) >= MANY_OPERATORS
         limits = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
-        search = MeshSearch(cluster, plan_on, shapes, limits)
-        solution = search.best()
+        search = MeshSearch(cluster, shapes, limits)
+        meshes = Questions(search.best())
+        while meshes.asked is not None:
+            try:
+                answer = _plan_on_mesh(request, *meshes.asked)
+            except InfeasiblePlanError as error:
+                answer = error
+            meshes.answer(answer)
+        solution = meshes.result
         plan = replace(solution.plan, tried=search.others(solution))
         _log.info("%s: mesh %s of %s", graph.name, plan.mesh, search)
     else:
-        solution = plan_on(mesh, gap, cutoff)
+        solution = _plan_on_mesh(request, mesh, gap, cutoff)
         plan = solution.plan
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds, total_flops
@@ -53,8 +54,10 @@ TIGHT_GAP = 1e-4
 MANY_OPERATORS = 1_500  # from which on a step is long
 _log = logging.getLogger("autopar")
 
-# The plan on a shape within a gap; any, as soon as the bound is the cutoff in seconds.
-Planner = Callable[[MeshShape, float, float], IntraOpSolution]
+_T = TypeVar("_T")
+Asking: TypeAlias = Generator[tuple[MeshShape, float, float], IntraOpSolution, _T]
+"""Asks for plans on a shape within a gap, any as soon as its bound is the cutoff in
+seconds; is sent the plan, or thrown the `InfeasiblePlanError`."""
 
 
 @dataclass(frozen=True)
@@ -133,23 +136,22 @@ class MeshSearch:
     """The shapes that are planned on, as the plans on those before ask."""
 
     cluster: Cluster
-    plan: Planner
     shapes: Sequence[MeshShape]
     limits: SearchLimits = NO_LIMITS
     trials: dict[MeshShape, Trial] = field(default_factory=dict)
 
-    def best(self) -> IntraOpSolution:
+    def best(self) -> Asking[IntraOpSolution]:
         """The plan on the best shape.
 
         Raises:
           InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
             least budget.
         """
-        best = self._first_that_fits()
-        while (better := self._better_neighbour(best)) is not None:
+        best = yield from self._first_that_fits()
+        while (better := (yield from self._better_neighbour(best))) is not None:
             best = better
         if self._may_tighten(best):
-            best = self._try(best.mesh, TIGHT_GAP)
+            best = yield from self._try(best.mesh, TIGHT_GAP)
         assert best.solution is not None, "what is best has a plan"
         return best.solution
 
@@ -174,7 +176,7 @@ class MeshSearch:
         # Wider than loose is all that could be had.
         return not takes_long and TIGHT_GAP < best.solution.assignment.gap <= LOOSE_GAP
 
-    def _first_that_fits(self) -> Trial:
+    def _first_that_fits(self) -> Asking[Trial]:
         """One axis; where nothing fits, one for each level, then one of the finest.
 
         Or others that come first, as they divide more. To find that nothing fits takes
@@ -187,20 +189,20 @@ class MeshSearch:
             needs = [_least_budget(each) for each in errors]
             if len(needs) == 2 and min(needs) > HELPS * max(needs):
                 break
-            trial = self._try(mesh, LOOSE_GAP if errors else TIGHT_GAP)
+            trial = yield from self._try(mesh, LOOSE_GAP if errors else TIGHT_GAP)
             if trial.error is None:
                 return trial
             errors.append(trial.error)
         raise min(errors, key=_least_budget)
 
-    def _better_neighbour(self, best: Trial) -> Trial | None:
+    def _better_neighbour(self, best: Trial) -> Asking[Trial | None]:
         is_far = best.seconds > FAR * self.limits.floor_seconds
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
             if sum(each.is_searched for each in self.trials.values()) >= MOST_SEARCHED:
                 return None
-            trial = self._try(mesh, LOOSE_GAP, self._cutoff(best))
+            trial = yield from self._try(mesh, LOOSE_GAP, self._cutoff(best))
             is_first = best.is_ended and not trial.is_ended and trial.error is None
             if is_first or trial.seconds < best.cutoff:
                 return trial
@@ -221,13 +223,15 @@ class MeshSearch:
                 bounds.append(trial.bound_seconds)
         return max(bounds) < self._cutoff(best)
 
-    def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
+    def _try(
+        self, mesh: MeshShape, gap: float, cutoff: float = math.inf
+    ) -> Asking[Trial]:
         """A plan on a shape, if it may take less than the cutoff."""
         if self.limits.is_long:
             _log.info("planning on %s", mesh)
         cutoff = min(cutoff, self.limits.cutoff)
         try:
-            found = self.plan(mesh, gap, cutoff)
+            found = yield mesh, gap, cutoff
         except InfeasiblePlanError as error:
             self.trials[mesh] = Trial(mesh, error=error.without_frames())
             return self.trials[mesh]

@@ -14,9 +14,10 @@ solution of others as soon as its bound is that high.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeAlias, TypeVar
 
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
@@ -26,10 +27,15 @@ from ..plans.plan import ShardingPlan, TriedPlan
 from .graph_plan import blaming_pins, plan_graph
 from .memory_users import infeasible_error
 from .plan_request import PlanRequest
+from .questions import Questions
 from .step_variants import StepVariant, StepVariants, nothing_to_offload
 from .whole_step import batch_tensors
 
 _log = logging.getLogger("autopar")
+_T = TypeVar("_T")
+# A variant, its budget, and the seconds that a plan must stay below to be of use.
+_Question = tuple[StepVariant, int, float]
+_Asking: TypeAlias = Generator[_Question, "Chosen", _T]
 # A variant, and how to make one of fewer segments or leaves than it has.
 _Series = tuple[StepVariant, Callable[[int], StepVariant], int]
 
@@ -73,30 +79,20 @@ def best_variant(forms: Iterable[StepVariants], request: PlanRequest) -> Chosen:
       InfeasiblePlanError: nothing fits; that of the step as it is.
     """
     search = _VariantSearch(request)
-    refused: ValueError | None = None
-    best: tuple[Chosen, StepVariants] | None = None
-    for form in forms:
-        try:
-            if best is not None:
-                free = search.plan(form.make(None), NO_BUDGET)
-                if free.bound >= best[0].seconds:
-                    continue
-            found = search.of_form(form)
-        except ValueError as error:  # nothing fits, or a method must split examples
-            if not form.padding:
-                refused = error
-            continue
-        is_plainer = False
-        if best is not None:
-            words = found.seconds, form, best[0].seconds, best[1]
-            _log.info("%s: %.4g s %s, %.4g s %s", form.graph.name, *words)
-            is_plainer = found.seconds == best[0].seconds and not form.padding
-        if best is None or found.seconds < best[0].seconds or is_plainer:
-            best = found, form
-    if best is None:
-        assert refused is not None, "a step has a form"
-        raise refused
-    return best[0]
+    variants = Questions(search.best(forms))
+    while variants.asked is not None:
+        variant, budget_bytes, cutoff = variants.asked
+        found = search.known(variant, budget_bytes)
+        if found is None:
+            own = search.request_of(variant, budget_bytes)
+            try:
+                found = search.noted(variant, plan_graph(own, cutoff=cutoff), own)
+            except InfeasiblePlanError as error:
+                found = blaming_pins(error, own, cutoff=cutoff)
+            except ValueError as error:
+                found = error
+        variants.answer(found)
+    return variants.result
 
 
 class _VariantSearch:
@@ -105,30 +101,54 @@ class _VariantSearch:
         self.budget_bytes = self.options.budget_on(request.cluster)
         self.free: list[Chosen] = []
 
-    def plan(
-        self, variant: StepVariant, budget_bytes: int, cutoff: float = inf
-    ) -> Chosen:
-        """The cheapest plan of a variant; any, if none takes less than `cutoff`.
-
-        A plan without a budget that fits is the cheapest within one, too.
-        """
+    def known(self, variant: StepVariant, budget_bytes: int) -> Chosen | None:
+        """A plan without a budget that fits: it is the cheapest within one, too."""
         for known in self.free:
             is_same = known.variant.graph is variant.graph
             if is_same and known.peak_bytes <= budget_bytes:
                 return Chosen(variant, _of(variant, known.plan))
+        return None
+
+    def request_of(self, variant: StepVariant, budget_bytes: int) -> PlanRequest:
         batch = batch_tensors(variant.traced, variant.graph, self.options)
         own = replace(self.request, graph=variant.graph, batch=batch)
-        own = own.asking(memory_budget=budget_bytes)
-        try:
-            plan = plan_graph(own, cutoff=cutoff)
-        except InfeasiblePlanError as error:
-            raise blaming_pins(error, own, cutoff=cutoff) from None
+        return own.asking(memory_budget=budget_bytes)
+
+    def noted(
+        self, variant: StepVariant, plan: ShardingPlan, request: PlanRequest
+    ) -> Chosen:
         found = Chosen(variant, _of(variant, plan))
-        if budget_bytes == NO_BUDGET:
+        if request.options.memory_budget == NO_BUDGET:
             self.free.append(found)
         return found
 
-    def of_form(self, form: StepVariants) -> Chosen:
+    def best(self, forms: Iterable[StepVariants]) -> _Asking[Chosen]:
+        refused: ValueError | None = None
+        best: tuple[Chosen, StepVariants] | None = None
+        for form in forms:
+            try:
+                if best is not None:
+                    free = yield form.make(None), NO_BUDGET, inf
+                    if free.bound >= best[0].seconds:
+                        continue
+                found = yield from self.of_form(form)
+            except ValueError as error:  # nothing fits, or a method must split examples
+                if not form.padding:
+                    refused = error
+                continue
+            is_plainer = False
+            if best is not None:
+                words = found.seconds, form, best[0].seconds, best[1]
+                _log.info("%s: %.4g s %s, %.4g s %s", form.graph.name, *words)
+                is_plainer = found.seconds == best[0].seconds and not form.padding
+            if best is None or found.seconds < best[0].seconds or is_plainer:
+                best = found, form
+        if best is None:
+            assert refused is not None, "a step has a form"
+            raise refused
+        return best[0]
+
+    def of_form(self, form: StepVariants) -> _Asking[Chosen]:
         """The cheapest variant of one form that fits."""
         remat, offload = self.options.remat, self.options.offload
         if offload == "optimizer_state" and not form.offloadable:
@@ -138,24 +158,26 @@ class _VariantSearch:
             variant = form.make(fixed, form.asked_for(offload))
             if fixed and not variant.num_segments:
                 raise ValueError(_nothing_again(form, fixed))
-            return self.plan(variant, self.budget_bytes)
+            return (yield variant, self.budget_bytes, inf)
         levels: list[Remat | None] = [fixed]
         if remat == "auto":
             levels += [Remat(level) for level in LEVELS]
-        return self.searched(form, levels)
+        return (yield from self.searched(form, levels))
 
-    def searched(self, form: StepVariants, levels: Sequence[Remat | None]) -> Chosen:
+    def searched(
+        self, form: StepVariants, levels: Sequence[Remat | None]
+    ) -> _Asking[Chosen]:
         """The cheapest variant that fits, of those of a level and offloads."""
         tried: list[Chosen] = []
         unfit: list[Chosen] = []
         for remat in levels:
             for variant, fewer, most in self.series(form, remat):
-                free = self.plan(variant, NO_BUDGET)
+                free = yield variant, NO_BUDGET, inf
                 words = variant, free.seconds, free.peak_bytes
                 _log.info("%s: %.4g s, %d B a device without a budget", *words)
                 tried.append(free)
                 if free.peak_bytes <= self.budget_bytes:
-                    tried += self.fewest(fewer, most)
+                    tried += yield from self.fewest(fewer, most)
                     break
                 unfit.append(free)
             if not unfit:
@@ -167,7 +189,7 @@ class _VariantSearch:
             if free.seconds >= least:
                 continue
             try:
-                fitting.append(self.within(free, least))
+                fitting.append((yield from self.within(free, least)))
             except InfeasiblePlanError as error:
                 if error.least_plan is not None:
                     error.least_plan = _of(free.variant, error.least_plan)
@@ -210,17 +232,18 @@ class _VariantSearch:
 
     def fewest(
         self, fewer: Callable[[int], StepVariant], most: int
-    ) -> Iterator[Chosen]:
+    ) -> _Asking[list[Chosen]]:
         """Plans of fewer segments or leaves than `most`, to the least that fits."""
-        low, high = 0, most
+        low, high, plans = 0, most, list[Chosen]()
         while high - low > 1:
             middle = (low + high) // 2
-            found = self.plan(fewer(middle), NO_BUDGET)
-            yield found
+            found = yield fewer(middle), NO_BUDGET, inf
+            plans.append(found)
             fits = found.peak_bytes <= self.budget_bytes
             low, high = (low, middle) if fits else (middle, high)
+        return plans
 
-    def within(self, free: Chosen, least: float) -> Chosen:
+    def within(self, free: Chosen, least: float) -> _Asking[Chosen]:
         """The cheapest plan of a variant that fits; any, if none is below `least`.
 
         Raises:
@@ -230,9 +253,9 @@ class _VariantSearch:
         if free.plan.mesh.size == 1:  # there is no other way to split it
             profile = memory_profile(graph_of_plan(variant.graph, free.plan), free.plan)
             raise infeasible_error(profile, self.budget_bytes)
-        found = self.plan(variant, self.budget_bytes, least)
+        found = yield variant, self.budget_bytes, least
         if found.seconds < least and found.peak_bytes > self.budget_bytes:
-            found = self.plan(variant, self.budget_bytes)
+            found = yield variant, self.budget_bytes, inf
         return found
 
 

@@ -320,7 +320,8 @@ def _alternatives(
     )
     if found.view.stages is not None:
         words = (
-            f"Seconds of the step are the whole pipeline's, the rest the stage's own. "
+            f"Seconds of the step are the whole pipeline's, the rest the stage's own; "
+            f"other stages stay. "
             f"{words}, by its work on a microbatch"
         )
     if isfinite(max(gaps)):

@@ -20,7 +20,7 @@ from ..graph.op_graph import MemoryKind, Role
 from ..option_values import MicrobatchSemantics, Remat
 from ..sharding.collective import KINDS, Collective
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec, is_legal
+from ..sharding.spec import Spec, is_legal, is_pending
 from .plan import (
     Conversion,
     InputPlan,
@@ -245,6 +245,8 @@ def _plan_form(mesh: MeshShape, num_blocks: int) -> _Form[ShardingPlan]:
 
     def check_input(each: InputPlan, found: Mapping[str, Record]) -> None:
         check_legal(found["spec"], each.shape, each.spec)
+        if is_pending(each.spec) and each.role != "sum":
+            found["spec"].fail("must owe no reduction, as an argument is complete")
 
     def check_tensor(each: TensorPlan, found: Mapping[str, Record]) -> None:
         check_legal(found["spec"], each.shape, each.spec)
