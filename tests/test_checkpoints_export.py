@@ -99,7 +99,7 @@ def test_one_leaf_at_a_time_is_in_memory(tmp_path: Path) -> None:
     before = memory("VmRSS")
     autopar.export_weights(tmp_path / "all", fresh)
     assert (tmp_path / "all").stat().st_size > num_leaves * leaf_bytes
-    assert memory("VmHWM") - before < num_leaves * leaf_bytes / 2
+    assert memory("VmHWM") - before < num_leaves * leaf_bytes * 3 / 4
 
 
 def memory(name: str) -> int:
