@@ -75,7 +75,8 @@ def cut_stages(
     cutter.cut_forward(products)
     torn = cutter.place_backward()
     if torn is not None:
-        raise torn_backward(cutter, torn)
+        fewer = next(filter(cutter.can_be_cut, range(num_stages - 1, 1, -1)), None)
+        raise torn_backward(cutter, torn, fewer)
     return cutter.result(cutter.weight_tasks() if has_weight_tasks else frozenset())
 
 
@@ -229,6 +230,15 @@ class _Cutter:
                 found.add(tensor)
         return found
 
+    def can_be_cut(self, num_stages: int) -> bool:
+        """Whether the same graph can be cut into so many stages."""
+        cutter = _Cutter(self.graph, self.held, num_stages)
+        try:
+            cutter.cut_forward(None)
+        except ValueError:  # fewer products
+            return False
+        return cutter.place_backward() is None
+
     def place_backward(self) -> Operator | None:
         """Places backward work; the first operator that finds no stage, if one does."""
         for op in self.operators:
@@ -311,8 +321,11 @@ class _Cutter:
         return tuple(op for op in self.operators if op.index in needed)
 
 
-def torn_backward(cutter: _Cutter, op: Operator) -> NotImplementedError:
+def torn_backward(
+    cutter: _Cutter, op: Operator, fewer: int | None
+) -> NotImplementedError:
     """No stage has all that a backward operator reads: what it reads lies apart."""
+    remedy = f"num_stages={fewer}, into which it can be cut, or " if fewer else ""
     read = "; ".join(
         f"{cutter.graph.tensors[t].name} of stages {[*stages]}"
         for t, stages in cutter.readable(op).items()
@@ -322,7 +335,7 @@ def torn_backward(cutter: _Cutter, op: Operator) -> NotImplementedError:
         f"Backward work goes from the last stage to the first, each operator on a "
         f"stage that has all it reads, but in a cut into {cutter.num_stages} stages "
         f"{op.name!r} at {op.source or 'an unknown line'} reads {shorten(read, 300)}, "
-        f"as derivatives of derivatives and passes behind an update do; use fewer "
-        f"stages or autopar.ShardParallel(). Two passes with an update between them "
+        f"as derivatives of derivatives and passes behind an update do; use "
+        f"{remedy}autopar.ShardParallel(). Two passes with an update between them "
         f"can be two steps."
     )

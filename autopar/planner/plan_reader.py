@@ -76,7 +76,10 @@ class PlanReader:
         """By tensor, the copies of those that are read in another spec."""
         reads = self.problem.columns.reads
         differs = (self._read != self.made[reads.tensor]) & (reads.site[:, 0] > NO_SITE)
-        needed = self._needed(differs)
+        tensors, specs = reads.tensor[differs].tolist(), self._read[differs].tolist()
+        needed: dict[int, list[int]] = {}
+        for tensor, spec in zip(tensors, specs, strict=True):
+            needed.setdefault(tensor, []).append(spec)
         known: dict[object, tuple[Conversion, ...]] = {}
         found: dict[int, tuple[Conversion, ...]] = {}
         made = self.made.tolist()
@@ -94,14 +97,6 @@ class PlanReader:
                 )
             found[tensor] = known[key]
         return found
-
-    def _needed(self, is_read: np.ndarray) -> dict[int, list[int]]:
-        """By tensor, the specs of some reads, in their order."""
-        tensors, specs = self.problem.columns.reads.tensor[is_read], self._read[is_read]
-        needed: dict[int, list[int]] = {}
-        for tensor, spec in zip(tensors.tolist(), specs.tolist(), strict=True):
-            needed.setdefault(tensor, []).append(spec)
-        return needed
 
     def operator_plans(self) -> tuple[OperatorPlan, ...]:
         """By operator, in the graph's order."""

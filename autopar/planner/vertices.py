@@ -87,8 +87,7 @@ class Accesses:
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], num_vertices: int) -> Accesses:
         """From (vertex, tensor, choices), and the site of reads, by vertex."""
-        width = len(rows[0]) if rows else 6
-        columns = np.array(rows, np.intp).reshape(-1, width)
+        columns = np.array(rows, np.intp).reshape(-1, len(rows[0]) if rows else 6)
         start = np.searchsorted(columns[:, 0], np.arange(num_vertices + 1))
         vertex, tensor, choices = columns[:, :3].T.copy()
         return cls(start, vertex, tensor, choices, columns[:, 3:])
