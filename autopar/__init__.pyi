@@ -16,11 +16,6 @@ from .errors import FallbackWarning as FallbackWarning
 from .errors import HostLostError as HostLostError
 from .errors import InfeasiblePlanError as InfeasiblePlanError
 from .errors import PlanFileError as PlanFileError
-from .execution import Checkpoint as Checkpoint
-from .execution import Checkpoints as Checkpoints
-from .execution import export_weights as export_weights
-from .execution import restore as restore
-from .execution import save as save
 from .methods.layout_rules import LayoutRules as LayoutRules
 from .methods.methods import Auto as Auto
 from .methods.methods import PipelineParallel as PipelineParallel
@@ -43,6 +38,11 @@ from .state.distributed_array import (
 from .state.distributed_array import DistributedArray as DistributedArray
 from .state.distributed_array import fetch as fetch
 from .state.memmap_store import MemmapStore as MemmapStore
+from .steps.execution import Checkpoint as Checkpoint
+from .steps.execution import Checkpoints as Checkpoints
+from .steps.execution import export_weights as export_weights
+from .steps.execution import restore as restore
+from .steps.execution import save as save
 from .steps.parallel_plan import Plan as Plan
 from .training import Recovery as Recovery
 from .training import Training as Training

@@ -25,16 +25,6 @@ import jax
 
 from .clusters.cluster import Cluster
 from .clusters.hardware import nearest
-from .execution import (
-    MISSED,
-    DirectCalls,
-    ReadyCall,
-    compiled_only,
-    end_workers,
-    ready_call,
-    run_init,
-    staged_plan,
-)
 from .frontend.calls import (
     Call,
     Form,
@@ -52,7 +42,6 @@ from .frontend.tracing import (
     is_tracing,
     parameter_names,
 )
-from .graph.pins import BatchLike, PinsLike
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
 from .lowering.programs import SignatureChanged
 from .methods.methods import Auto, Method, ShardParallel
@@ -64,14 +53,25 @@ from .options import (
 from .pipelines.pipeline_choice import plan_call
 from .pipelines.pipeline_plan import PlannedPipeline
 from .pipelines.state_init import PlacedInit, placed_state, stage_homes, whole_homes
-from .pipelines.traced_init import step_call, trace_init
 from .planner.attention_trace import with_fused_attention
+from .planner.pin_costs import PinCosts
 from .planner.planned import Planned
 from .planner.signatures import tell_user
-from .plans.pin_cost import PinCosts
+from .planner.traced_init import step_call, trace_init
 from .sharding.jit_shardings import with_result_pins
 from .sharding.mesh import MeshLike
+from .sharding.pins import BatchLike, PinsLike
 from .steps.compiling import fitting_figures, lowered_step
+from .steps.execution import (
+    MISSED,
+    DirectCalls,
+    ReadyCall,
+    compiled_only,
+    end_workers,
+    ready_call,
+    run_init,
+    staged_plan,
+)
 from .steps.lowered_pipeline import LoweredPipeline
 from .steps.lowered_step import Lowered, Traced
 from .steps.parallel_plan import Plan

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .attention.rule import FUSED_KINDS
 from .clusters.cluster import Cluster
 from .frontend.static_arguments import (
     keyword_names,
@@ -18,7 +19,6 @@ from .frontend.static_arguments import (
     resolve_positions,
 )
 from .frontend.tracing import parameter_names
-from .graph.pins import PLACED, BatchLike
 from .methods.layout_rules import LayoutRules, as_layout_rules
 from .methods.methods import (
     Auto,
@@ -27,7 +27,8 @@ from .methods.methods import (
     PipelineParallel,
     ShardParallel,
     check_method,
-    method_of_plan,
+    method_beside,
+    num_microbatches_of,
 )
 from .option_values import (
     OFFLOADS,
@@ -40,13 +41,13 @@ from .option_values import (
 )
 from .plans.plan import ShardingPlan
 from .plans.plan_file import read_plan
+from .plans.plan_view import Decision
 from .plans.staged_plan import StagedPlan
-from .rules.attention import FUSED_KINDS
 from .sharding.jit_shardings import argument_pins, as_prefix, mesh_of, spec_of
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
+from .sharding.pins import PLACED, BatchLike
 
-Decision = ShardingPlan | StagedPlan
 Positions = tuple[int, ...] | Literal["auto"]
 
 
@@ -191,14 +192,14 @@ def check_options(
             f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
             f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
         )
-    checked = _method_of_plan(plan, model, check_method(method))
+    checked = method_beside(plan, model, check_method(method))
     return Options(
         checked,
         mesh,
         cluster,
         plan,
         pins_by_key(pins or {}),
-        _num_microbatches(num_microbatches, checked),
+        num_microbatches_of(num_microbatches, checked),
         checked.microbatch_semantics if isinstance(checked, Microbatched) else "exact",
         "auto"
         if batch_argnums == "auto"
@@ -299,41 +300,6 @@ def _plan_to_be_like(
     return found
 
 
-def _method_of_plan(
-    plan: Decision | None, like: Decision | None, method: Method
-) -> Method:
-    """The method that a plan of a pipeline was made with; it may be given again."""
-    if isinstance(like, StagedPlan):
-        return method_of_plan(like) if isinstance(method, Auto) else method
-    if plan is None:
-        return method
-    if not isinstance(plan, StagedPlan):
-        if isinstance(method, PipelineParallel):
-            raise ValueError(
-                f"A plan is run as it is, but `plan` is of one program and the method "
-                f"is {method}; leave the method out."
-            )
-        return method
-    own = method_of_plan(plan)
-    given = own if isinstance(method, Auto) else method
-    if isinstance(given, PipelineParallel):
-        given = replace(
-            given,
-            stage_meshes=own.stage_meshes,
-            stage_products=own.stage_products,
-            layer_costs=None,
-            inside=None,
-        )
-        if given.num_stages is None:
-            given = own
-    if given != own:
-        raise ValueError(
-            f"A plan is run as it is, but `plan` is of a pipeline made with {own}, and "
-            f"the method is {method}; leave the method out."
-        )
-    return own
-
-
 def pins_by_key(
     pins: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
@@ -378,18 +344,3 @@ def _several(given: Any) -> tuple[Any, ...]:
     """What is given, one or many; a text is one."""
     is_one = isinstance(given, str) or not isinstance(given, Iterable)
     return (given,) if is_one else tuple(given)
-
-
-def _num_microbatches(given: int | None, method: Method) -> int:
-    """The one number that `num_microbatches` and the method agree on."""
-    of_method = method.num_microbatches if isinstance(method, Microbatched) else None
-    if given is not None and of_method not in (None, 1, given):
-        raise ValueError(
-            f"`num_microbatches` is {given}, but the method is {method}; give it once."
-        )
-    number = given if given is not None else of_method or 1
-    if not isinstance(number, int) or number < 1:
-        raise ValueError(
-            f"`num_microbatches` must be a whole number from 1 up, but got {number!r}."
-        )
-    return number

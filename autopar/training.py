@@ -14,8 +14,8 @@ import jax
 from .api import ParallelFunction
 from .clusters.cluster import Cluster
 from .errors import HostLostError, WorkerError
-from .execution import Checkpoints, cluster_left
 from .methods.fewer_hosts import fit_hosts
+from .steps.execution import Checkpoints, cluster_left
 
 _log = logging.getLogger("autopar")
 _MOST_FAILURES = 3  # one after the other, without a step that is new

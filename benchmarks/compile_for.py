@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .against_methods import MODELS
-from .on_device import CASES
+from benchmarks.against_methods import MODELS
+from benchmarks.on_device import CASES
 
 if TYPE_CHECKING:
     from autopar.audit.audit import Audit
     from autopar.audit.program_figures import ProgramFigures
-
-    from .targets import BenchStep
+    from benchmarks.targets import BenchStep
 
 PLANNED = "as planned"
 METHODS = (

@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .against_methods import MODELS
-from .on_device import CASES
+from benchmarks.against_methods import MODELS
+from benchmarks.on_device import CASES
 
 MESHES = ("x:8", "x:2;y:4")
 CPU = "cpu"
@@ -125,8 +125,8 @@ def _measure(
     model: str, mesh: str, budget: int | None, target: str, method: str | None = None
 ) -> Measurement:
     import autopar
-    from autopar.audit.memory_use import MemoryUse
     from autopar.commands.plan_targets import parse_method
+    from autopar.lowering.memory_use import MemoryUse
 
     from .models import build
 

@@ -116,7 +116,7 @@ def measure(
     import jax
 
     import autopar
-    from autopar.audit.memory_use import MemoryUse
+    from autopar.lowering.memory_use import MemoryUse
 
     from .models import build
 

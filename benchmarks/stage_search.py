@@ -62,9 +62,9 @@ def measure(arguments: argparse.Namespace) -> None:
     """Search, and print the phases and the stages."""
     import autopar
     from autopar.clusters.cluster import Cluster
-    from autopar.execution import staged_plan
     from autopar.options import check_options
     from autopar.pipelines.stage_search import StageSearcher
+    from autopar.steps.execution import staged_plan
 
     from .models import build
 

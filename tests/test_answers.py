@@ -9,8 +9,8 @@ import pytest
 
 import autopar
 from autopar.audit.audit import Audit
-from autopar.audit.memory_use import MemoryUse
 from autopar.audit.replay import Replay
+from autopar.lowering.memory_use import MemoryUse
 from autopar.plans.plan import TriedPlan
 from autopar.plans.plan_view import PlanView
 from autopar.report.answers import Answers, _rounded

@@ -19,10 +19,10 @@ PACKAGES = {
     "runtime": "autopar.runtime",
 }
 FOLDER_ORDER: Sequence[str] = """
-    errors jax_compat cache_folder solver sharding clusters targets option_values graph
-    state rules plans costs frontend microbatches rematerialisation lowering audit
-    methods options planner pipelines runtime execution report steps data api comparison
-    training adascale_gain commands cli __main__
+    errors jax_compat cache_folder solver graph sharding clusters targets option_values
+    state rules attention plans costs frontend microbatches transforms rematerialisation
+    lowering audit methods options planner pipelines runtime report steps data api
+    comparison training adascale_gain commands cli __main__
 """.split()
 RUNTIME_MAY_IMPORT = (
     "plans.plan",
@@ -155,7 +155,7 @@ def test_only_the_api_and_what_it_executes_with_import_the_runtime() -> None:
             found.module, *RAY_QUESTIONS.get(file.module, ())
         )
         return (
-            file.module not in ("autopar.api", "autopar.execution")
+            file.module not in ("autopar.api", "autopar.steps.execution")
             and not asks_ray
             and _is_within(found.module, "autopar.runtime")
         )

@@ -15,8 +15,8 @@ from autopar.audit.compiled_collectives import (
     collectives_in_compiled,
     collectives_in_lowered,
 )
-from autopar.audit.memory_use import MemoryUse
 from autopar.errors import AuditError, AutoparError
+from autopar.lowering.memory_use import MemoryUse
 from autopar.sharding.collective import Collective
 from autopar.sharding.mesh import MeshShape
 

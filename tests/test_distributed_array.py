@@ -14,7 +14,7 @@ import autopar
 from autopar.audit.compiled_collectives import collectives_in_lowered
 from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.state_init import PlacedInit, init_programs, made_state
-from autopar.pipelines.traced_init import trace_init
+from autopar.planner.traced_init import trace_init
 from autopar.state.distributed_array import DistributedArray
 from autopar.state.placements import LeafPart
 

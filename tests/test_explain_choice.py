@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.planner.reasons import Alternative, Reasons
 from autopar.planner.strategies import tensor_specs
 from autopar.plans.plan import ShardingPlan
-from autopar.plans.reasons import Alternative, Reasons
 from autopar.sharding.layouts import layout_text
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.spec import to_partition_spec

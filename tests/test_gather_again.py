@@ -11,7 +11,7 @@ import autopar
 from autopar.graph.build_graph import BARRIER
 from autopar.graph.op_graph import OpGraph
 from autopar.graph.paired_operators import companions
-from autopar.methods.gather_again import gathering_again, graph_of_plan
+from autopar.planner.gather_again import gathering_again, graph_of_plan
 from autopar.planner.planning import plan_traced
 from autopar.planner.whole_step import trace_whole
 from autopar.plans.plan import ShardingPlan

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
 from autopar.costs.memory import MemoryProfile, memory_profile
 from autopar.costs.resharding import Resharder
+from autopar.lowering.memory_use import MemoryUse
 from autopar.option_values import RESERVED_FRACTION, default_budget, parse_budget
 from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import read_profile

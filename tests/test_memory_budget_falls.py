@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 from benchmarks.models import build
 from benchmarks.models.workload import Workload
 

@@ -14,8 +14,7 @@ from autopar.errors import FallbackWarning
 from autopar.microbatches.microbatches import BatchCoupledError
 from autopar.sharding.pin_primitive import pin
 from benchmarks.models import build
-
-from .rows.running import run_as_planned
+from tests.rows.running import run_as_planned
 
 
 def linear_step(weights: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 from autopar.option_values import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes
 from autopar.steps.lowered_step import Compiled

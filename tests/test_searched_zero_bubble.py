@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.execution import staged_plan
 from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.stage_search import StageSearch
+from autopar.steps.execution import staged_plan
 from tests.rows.running import run_pipeline_as_planned
 from tests.test_joint_search import searcher_of
 from tests.test_pipeline_plan import step as tanh_step

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.costs import memory
-from autopar.plans.reasons import Alternative, Reasons
+from autopar.planner.reasons import Alternative, Reasons
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sharding.spec import to_partition_spec
 from autopar.steps.parallel_plan import Plan

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.audit.compiled_collectives import collectives_in_lowered
 from autopar.pipelines.state_init import PlacedInit, init_programs
-from autopar.pipelines.traced_init import trace_init
+from autopar.planner.traced_init import trace_init
 from autopar.state.placements import LeafPart
 from benchmarks.models import build
 

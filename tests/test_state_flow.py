@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from autopar.graph.state_flow import (
+from autopar.methods.dim_names import DimTies
+from autopar.sharding.mesh import parse_mesh
+from autopar.sharding.state_flow import (
     StateFlow,
     state_flow,
 )
-from autopar.methods.dim_names import DimTies
-from autopar.sharding.mesh import parse_mesh
 from tests.rows.fixtures import Case, random
 from tests.rows.named_plans import graph_of
 

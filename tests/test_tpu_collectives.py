@@ -10,10 +10,10 @@ from autopar.audit.compiled_collectives import (
     collectives_in_compiled,
     collectives_on,
 )
-from autopar.audit.memory_use import MemoryUse
 from autopar.audit.replay import replay
 from autopar.audit.rewrites import compare
 from autopar.clusters.cluster import Cluster
+from autopar.lowering.memory_use import MemoryUse
 from autopar.sharding.collective import Collective
 from autopar.sharding.mesh import MeshShape
 

@@ -17,9 +17,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from autopar.audit.folds import Key, fold
-from autopar.audit.memory_use import MemoryUse
 from autopar.audit.rewrites import Comparison, compare, executions, in_words
 from autopar.errors import AuditError
+from autopar.lowering.memory_use import MemoryUse
 from autopar.sharding.collective import Collective, Groups, num_operations
 from autopar.sharding.group_names import GroupNames
 from autopar.sharding.mesh import MeshShape

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ..costs.collectives import wire_bytes
+from ..lowering.memory_use import MemoryUse
 from ..sharding.collective import Collective, CollectiveKind
 from .compiled_collectives import collectives_in_compiled
-from .memory_use import MemoryUse
 from .replay import Replay, replay_if_known
 
 if TYPE_CHECKING:

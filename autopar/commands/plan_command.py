@@ -30,7 +30,7 @@ from .step_options import (
 if TYPE_CHECKING:
     from ..api import ParallelFunction
     from ..clusters.cluster import Cluster
-    from ..plans.reasons import Alternative
+    from ..planner.reasons import Alternative
     from ..steps.parallel_plan import Plan
     from .plan_targets import Target
 

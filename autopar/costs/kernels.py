@@ -8,9 +8,9 @@ from math import prod
 
 import numpy as np
 
+from ..attention.rule import FUSED_KINDS
 from ..graph.build_graph import PINS, SCAN, STRUCTURED
 from ..graph.op_graph import GraphColumns, Operator
-from ..rules.attention import FUSED_KINDS
 from .compute import is_fusable
 
 VIEW, FUSED, IN_PLACE, KERNEL = range(4)

@@ -9,8 +9,8 @@ from math import prod
 
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph
-from ..graph.state_flow import StateFlow, state_flow
 from ..sharding.mesh import MeshShape
+from ..sharding.state_flow import StateFlow, state_flow
 from .dim_names import Dim, DimTies
 from .restrictions import NOT_SPLIT, States
 

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import GraphInput, Operator, OpGraph
-from ..graph.ports import ports_of
 from ..rules.base import factors_of
 from ..sharding.mesh import MeshShape
+from ..sharding.ports import ports_of
 
 Dim = tuple[int, int]  # tensor, dim
 

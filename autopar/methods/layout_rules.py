@@ -15,9 +15,9 @@ from itertools import combinations
 from math import prod
 
 from ..graph.op_graph import OpGraph
-from ..graph.pins import keys_of_arguments
 from ..option_values import MicrobatchSemantics
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import keys_of_arguments
 from ..sharding.spec import REPLICATED, Spec, replicated, with_axes
 from .dim_names import Dim, DimTies, NamedDim
 from .restrictions import NOT_SPLIT, Demand, Restriction

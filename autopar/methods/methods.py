@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, get_args
 
 from ..option_values import SEMANTICS, MicrobatchSemantics, one_of
+from ..plans.plan_view import Decision
 from ..plans.staged_plan import StagedPlan
 from ..sharding.mesh import MeshLike, MeshShape
 from .named_methods import NAMED_METHODS, Megatron, NamedMethod, ThreeD
@@ -257,3 +258,53 @@ def method_of_plan(plan: StagedPlan) -> PipelineParallel:
         plan.microbatch_semantics,
         plan.stage_products or None,
     )
+
+
+def method_beside(
+    plan: Decision | None, like: Decision | None, method: Method
+) -> Method:
+    """The method that a plan of a pipeline was made with; it may be given again."""
+    if isinstance(like, StagedPlan):
+        return method_of_plan(like) if isinstance(method, Auto) else method
+    if plan is None:
+        return method
+    if not isinstance(plan, StagedPlan):
+        if isinstance(method, PipelineParallel):
+            raise ValueError(
+                f"A plan is run as it is, but `plan` is of one program and the method "
+                f"is {method}; leave the method out."
+            )
+        return method
+    own = method_of_plan(plan)
+    given = own if isinstance(method, Auto) else method
+    if isinstance(given, PipelineParallel):
+        given = replace(
+            given,
+            stage_meshes=own.stage_meshes,
+            stage_products=own.stage_products,
+            layer_costs=None,
+            inside=None,
+        )
+        if given.num_stages is None:
+            given = own
+    if given != own:
+        raise ValueError(
+            f"A plan is run as it is, but `plan` is of a pipeline made with {own}, and "
+            f"the method is {method}; leave the method out."
+        )
+    return own
+
+
+def num_microbatches_of(given: int | None, method: Method) -> int:
+    """The one number that `num_microbatches` and the method agree on."""
+    of_method = method.num_microbatches if isinstance(method, Microbatched) else None
+    if given is not None and of_method not in (None, 1, given):
+        raise ValueError(
+            f"`num_microbatches` is {given}, but the method is {method}; give it once."
+        )
+    number = given if given is not None else of_method or 1
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"`num_microbatches` must be a whole number from 1 up, but got {number!r}."
+        )
+    return number

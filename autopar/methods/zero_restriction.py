@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ..graph.build_graph import SCAN, STRUCTURED, WHILE
 from ..graph.op_graph import OpGraph
-from ..graph.ports import barriers_of
-from ..graph.state_flow import StateFlow
+from ..sharding.ports import barriers_of
+from ..sharding.state_flow import StateFlow
 from .batch_dims import BatchDims
 from .restrictions import PENDING, WHOLE, Demand, Restriction, States
 

@@ -16,9 +16,9 @@ from ..frontend.batched_conditions import factor_of_microbatch
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.dependencies import leading_to, tensors_of, updates_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
-from ..graph.ports import Port, Site, ports_of
 from ..graph.work import holds_heavy_work
 from ..rules.base import Factor, factors_of, replicate
+from ..sharding.ports import Port, Site, ports_of
 from ..sharding.spec import MAX, MIN, REPLICATED, State
 from .extremes import microbatch_factors
 from .joined_batches import joint_of

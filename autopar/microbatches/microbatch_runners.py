@@ -14,11 +14,11 @@ from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import BlockRunner, as_array
 from ..graph.build_graph import PINS, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
-from ..graph.ports import Site
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import abstract_value, equation_context, user_context
 from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
 from ..sharding.mesh import MeshShape
+from ..sharding.ports import Site
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 from .joined_batches import bind_joint
 from .microbatch_flow import Flow, Grain

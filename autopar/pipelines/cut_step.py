@@ -20,8 +20,6 @@ from ..graph.op_graph import OpGraph
 from ..graph.traced_function import TracedFunction
 from ..methods.methods import PipelineParallel
 from ..methods.schedule_choice import has_weight_tasks
-from ..microbatches.chunked_step import ChunkedStep, cut_scans
-from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import microbatched, trace_microbatch
 from ..microbatches.microbatches import MicrobatchedStep
 from ..option_values import Remat
@@ -30,6 +28,8 @@ from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.staged_plan import stages_of
 from ..rematerialisation.recompute_sets import group_of, recompute_sets
 from ..rematerialisation.remat_trace import with_recomputation
+from ..transforms.chunked_step import ChunkedStep, cut_scans
+from ..transforms.counts_apart import with_counts_apart
 from .cut_programs import CutPrograms, cut_programs
 from .stage_cut import StageCut, cut_stages, forward_order, scan_lengths
 from .step_parts import StepParts, trace_parts

@@ -19,11 +19,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_in_lowered, collectives_on
-from ..clusters.device_mesh import absent_mesh, stage_meshes
 from ..graph.op_graph import TensorType
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import without_mesh
 from ..lowering.compiled_program import compile_program
+from ..lowering.device_mesh import absent_mesh, stage_meshes
 from ..lowering.host_memory import HOST
 from ..lowering.partial_sums import held_shape, held_spec
 from ..lowering.programs import (
@@ -31,17 +31,17 @@ from ..lowering.programs import (
     SignatureChanged,
     SpmdProgram,
 )
-from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.extremes import start_of
 from ..microbatches.microbatch_flow import Grain
 from ..microbatches.microbatch_runners import join_parts
-from ..planner.update_loops import Updates
 from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, State
 from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
 from ..state.examples import microbatches_of
 from ..targets.target import Target
+from ..transforms.chunked_step import ChunkedStep
+from ..transforms.update_loops import Updates
 from .pipeline_plan import PlannedPipeline
 from .program_plans import PlannedProgram
 from .step_parts import COUNTER, StepParts

@@ -29,11 +29,11 @@ from ..planner.mesh_search import FAR, least_seconds
 from ..planner.plan_like import homes_in, kept_pins
 from ..planner.planned import Planned
 from ..planner.planning import plan_of_least_memory, plan_step
-from ..planner.update_loops import one_update
 from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_seconds
 from ..plans.plan import Prediction
 from ..plans.staged_plan import StagedPlan, stages_of
+from ..transforms.update_loops import one_update
 from .pipeline import lower_pipeline
 from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .placed_operators import plan_placement

@@ -23,11 +23,11 @@ from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
 from ..methods.place_operators import PlaceOperators
 from ..options import Options
-from ..planner.update_loops import Updates
 from ..plans.plan import Prediction
 from ..plans.staged_plan import PlannedTransfer, stages_of
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
+from ..transforms.update_loops import Updates
 from .cut_step import CutStep, cut_step, products_by_cost
 from .program_plans import (
     PlannedProgram,

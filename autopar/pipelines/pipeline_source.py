@@ -22,7 +22,6 @@ from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import OpGraph
-from ..graph.pins import PinsLike, is_matched, keys_of_paths, spellings
 from ..methods.methods import PipelineParallel, method_of_plan
 from ..options import Options, pins_by_key
 from ..planner.choice_holders import (
@@ -33,11 +32,12 @@ from ..planner.choice_holders import (
     readers_of,
 )
 from ..planner.pin_choices import ChoicePins, Factors
+from ..planner.pin_costs import PinCost, PinCosts
+from ..planner.reasons import Alternative, Reasons
 from ..planner.restrict import Limit
 from ..plans.explain import format_bytes
-from ..plans.pin_cost import PinCost, PinCosts
-from ..plans.reasons import Alternative, Reasons
 from ..plans.staged_plan import StagedPlan
+from ..sharding.pins import PinsLike, is_matched, keys_of_paths, spellings
 from ..sharding.spec import format_spec
 from ..state.placements import placement_pins
 from .cut_step import cut_step

@@ -25,12 +25,12 @@ from ..graph.dependencies import tensors_of, updates_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.work import is_heavy_operator
 from ..methods.place_operators import PlaceOperators
-from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.microbatch_flow import Phases
 from ..microbatches.microbatches import MicrobatchedStep
 from ..options import Options
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
+from ..transforms.chunked_step import ChunkedStep
 from .cut_step import CutStep
 from .pipeline_plan import PlannedPipeline, demands_of, planned_on
 from .stage_cut import StageCut

@@ -23,7 +23,6 @@ from ..clusters.cluster import Cluster
 from ..costs.resharding import Resharder
 from ..errors import PlanFileError
 from ..graph.op_graph import Operand, OpGraph, TensorType, constant_key, params_key
-from ..graph.pins import Pin
 from ..lowering.partial_sums import held_shape
 from ..lowering.programs import SpmdProgram, StageProgram, build_program
 from ..methods.restrictions import Restriction
@@ -33,6 +32,7 @@ from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim, pending_axes
 from .cut_programs import CutProgram, CutPrograms, check_operands, joint_program
 from .stage_demands import StageDemands

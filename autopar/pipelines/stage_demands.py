@@ -20,15 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
 from ..graph.op_graph import OpGraph
-from ..graph.pins import (
-    PLACED,
-    Pin,
-    check_matched,
-    is_matched,
-    is_path,
-    keys_of_paths,
-    resolve_pins,
-)
 from ..methods.batch_dims import dims_by_tensor
 from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import (
@@ -46,6 +37,15 @@ from ..planner.whole_step import donated_by_name
 from ..plans.staged_plan import stages_of
 from ..sharding.layouts import FREE
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import (
+    PLACED,
+    Pin,
+    check_matched,
+    is_matched,
+    is_path,
+    keys_of_paths,
+    resolve_pins,
+)
 from ..state.array_chunks import chunk_shardings
 from ..state.placements import LeafPart, is_like, placed_pins, placement_pins
 from .cut_step import CutStep, remat_of

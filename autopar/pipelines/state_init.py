@@ -25,17 +25,17 @@ from ..graph.traced_function import TracedFunction, root_of
 from ..jax_compat import user_context
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..microbatches.chunk_flow import ChunkFlow, Cut
-from ..microbatches.chunked_step import ChunkRunner
 from ..planner.intra_op import plan_intra_op
+from ..planner.traced_init import TracedInit
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pin_primitive import pin
 from ..state.array_chunks import join_leaf
 from ..state.placements import LeafHome, LeafPart, placed_type
+from ..transforms.chunk_flow import ChunkFlow, Cut
+from ..transforms.chunked_step import ChunkRunner
 from .pipeline import Pipeline
 from .step_parts import graph_of
-from .traced_init import TracedInit
 
 # A collective is never worth its launch: what a device needs, it can make.
 _LAUNCH_SECONDS = 1.0

@@ -11,6 +11,9 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from ..attention.finder import FoundAttention, find_attention
+from ..attention.fused_attention import why_not_fused
+from ..attention.rule import bind_backward, bind_forward
 from ..costs.memory import family_of
 from ..errors import FallbackWarning
 from ..frontend.tracing import trace
@@ -20,9 +23,6 @@ from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
 from ..microbatches.microbatch_runners import WholeRunner
-from ..rules.attention import bind_backward, bind_forward
-from ..rules.fused_attention import why_not_fused
-from .attention_finder import FoundAttention, find_attention
 from .whole_step import roles_of
 
 

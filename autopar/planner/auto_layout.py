@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
 from ..graph.op_graph import OpGraph
-from ..graph.pins import Pin
 from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import LayoutRules, layout_restriction
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
 from .intra_op import IntraOpSolution, plan_intra_op
 from .layout_program import Layout, LayoutProgram, NamedDims
 from .memory_users import infeasible_error

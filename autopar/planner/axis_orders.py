@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..graph.build_graph import PINS, SHARD_MAP
-from ..graph.constraints import Constraint, border_constraints, constraint_of
 from ..graph.op_graph import Operator, OpGraph, TensorType
-from ..graph.pins import Pin
 from ..rules.base import Factor
 from ..rules.halos import has_traffic
+from ..sharding.constraints import Constraint, border_constraints, constraint_of
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
 from ..sharding.spec import TURN, Spec, axes_of_dim, dim_of, turns_of, with_axes
 from .strategies import Strategies
 

@@ -25,9 +25,7 @@ from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile
 from ..costs.resharding import Resharder
 from ..graph.op_graph import OpGraph
-from ..graph.pins import Pin
 from ..graph.work import is_heavy_operator
-from ..methods.gather_again import gathering_again
 from ..methods.named_methods import (
     DataParallel,
     Megatron,
@@ -38,6 +36,8 @@ from ..methods.named_methods import (
 from ..methods.restrictions import NOT_SPLIT, Restriction
 from ..option_values import NO_BUDGET
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from .gather_again import gathering_again
 from .intra_op import IntraOpSolution, plan_intra_op, read_profile
 from .lower_bound import memory_on_one_device
 from .memory_constraints import MemoryRows

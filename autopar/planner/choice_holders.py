@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Constant, Operator, OpGraph
-from ..graph.ports import ports_of
 from ..methods.restrictions import Restriction
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
+from ..sharding.ports import ports_of
 from ..sharding.spec import format_spec
 
 OF_PORTS = (

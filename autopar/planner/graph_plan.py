@@ -10,16 +10,16 @@ from time import perf_counter
 from .. import rules as _rules
 from ..costs.user_shard_map import check_shard_maps
 from ..errors import InfeasiblePlanError
-from ..graph.constraints import check_returned_pins, warn_ignored_constraints
-from ..graph.pins import resolve_pins
-from ..methods.gather_again import gathering_again
 from ..methods.layout_rules import LayoutRules
 from ..methods.named_methods import gathers_again, restrictions_of
 from ..plans.plan import ShardingPlan
+from ..sharding.constraints import check_returned_pins, warn_ignored_constraints
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import resolve_pins
 from ..state.placements import placement_pins
 from .auto_layout import auto_layout
 from .budget import BudgetPlanner
+from .gather_again import gathering_again
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .mesh_search import (
     MANY_OPERATORS,

@@ -20,12 +20,12 @@ from ..costs.user_shard_map import body_collectives
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
-from ..graph.pins import Pin
-from ..graph.ports import ports_of
 from ..plans.plan import Conversion, OperatorPlan, Prediction, ShardingPlan, total_bytes
 from ..rules.base import rule_of, warn_fallback
 from ..sharding.collective import Collective, Surroundings
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from ..sharding.ports import ports_of
 from ..sharding.spec import MAX, MIN, SUM
 from .divided_work import split_fraction
 from .halo_costs import halo_collectives

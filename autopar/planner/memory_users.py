@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ..costs.memory import MemoryProfile
 from ..errors import InfeasiblePlanError
-from ..graph.state_flow import StateFlow
 from ..plans.explain import format_bytes
 from ..plans.plan import MemoryShares
 from ..plans.plan_view import format_source
 from ..sharding.mesh import MeshShape
+from ..sharding.state_flow import StateFlow
 
 NUM_NAMED = 5
 OTHER_REMEDIES = (

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
-from ..graph.state_flow import made_of, makers_of
 from ..graph.work import is_heavy_operator
+from ..sharding.state_flow import made_of, makers_of
 
 
 def visible_fractions(graph: OpGraph, cluster: Cluster) -> np.ndarray:

@@ -27,11 +27,11 @@ from ..cache_folder import cache_folder, store_file
 from ..clusters.cluster_file import to_toml
 from ..errors import PlanFileError
 from ..graph.op_graph import Constant, OpGraph
-from ..methods.gather_again import graph_of_plan
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
 from ..rules.base import factors_of, rule_of
+from .gather_again import graph_of_plan
 from .plan_request import PlanRequest
 
 MOST_PLANS = 256

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
-from ..graph.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..options import Options
 from ..plans.plan import ShardingPlan
 from ..plans.staged_plan import sharding_of
 from ..sharding.mesh import MeshShape, parse_mesh
+from ..sharding.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..sharding.spec import to_partition_spec
 
 _MOST_NAMED = 8

@@ -9,14 +9,14 @@ from math import inf
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from ..audit.memory_use import MemoryUse
 from ..clusters.cluster import Cluster
-from ..clusters.device_mesh import absent_mesh, device_mesh
 from ..costs.resharding import Resharder
 from ..frontend.tracing import weak_outputs
 from ..graph.op_graph import OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..lowering.compiled_program import compile_program
+from ..lowering.device_mesh import absent_mesh, device_mesh
+from ..lowering.memory_use import MemoryUse
 from ..lowering.programs import SpmdProgram, build_program
 from ..options import Options
 from ..plans.plan import Prediction, ShardingPlan

@@ -18,7 +18,6 @@ from ..clusters.cluster import Cluster
 from ..costs.user_shard_map import check_shard_maps
 from ..errors import InfeasiblePlanError
 from ..jax_compat import abstract_value
-from ..methods.gather_again import graph_of_plan
 from ..methods.methods import Auto, ShardParallel
 from ..methods.unsplit_state import warn_unsplit_state
 from ..option_values import NO_BUDGET
@@ -27,6 +26,7 @@ from ..plans.plan_check import check_against
 from ..plans.staged_plan import sharding_of, with_budget
 from .divided_work import warn_repeated_work
 from .fit import CompiledFit
+from .gather_again import graph_of_plan
 from .plan_like import is_of_plan, options_like
 from .plan_request import PlanRequest
 from .planned import Planned

@@ -30,9 +30,9 @@ from ..costs.scan_outputs import stack_seconds_per_byte
 from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
 from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import GraphInput, Operator, OpGraph, TensorType
-from ..graph.pins import Pin
-from ..graph.ports import Read, Write, ports_of
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from ..sharding.ports import Read, Write, ports_of
 from ..sharding.spec import Spec, is_pending, replicated
 from .axis_orders import Orders, in_orders, orders_of_step, strategies_in_orders
 from .overlap import visible_fractions

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from math import ceil, prod
 
+from ..attention.finder import FoundAttention, find_attention
+from ..attention.rule import KINDS, RINGS
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..graph.traced_function import root_of
@@ -20,11 +22,9 @@ from ..methods.layout_rules import LayoutRules
 from ..methods.methods import Auto
 from ..options import Options
 from ..plans.plan import Padding, ShardingPlan
-from ..rules.attention import KINDS, RINGS
 from ..sharding.mesh import parse_mesh
-from .attention_finder import FoundAttention, find_attention
+from ..transforms.padded_trace import padded_arguments, with_padding
 from .attention_trace import with_attention
-from .padded_trace import padded_arguments, with_padding
 from .pin_choices import ChoicePins
 from .step_variants import StepVariants
 

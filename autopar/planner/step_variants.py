@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from ..attention.rule import KINDS
 from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
 from ..graph.phases import Phases
-from ..graph.state_flow import makers_of
 from ..graph.traced_function import Roles, TracedFunction
 from ..option_values import Offload, Remat
 from ..plans.plan import Padding, ShardingPlan
 from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat_trace import with_recomputation
-from ..rules.attention import KINDS
+from ..sharding.state_flow import makers_of
 
 _PLAIN = "operator by operator"
 

@@ -15,23 +15,21 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.solver.choice_graph import Infeasible
 
-from ..clusters.device_mesh import device_mesh
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.nnx import has_graph_nodes
 from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import tensors_of
-from ..graph.pins import PinsLike, keys_of_arguments, resolve_pins
 from ..graph.traced_function import TracedFunction
+from ..lowering.device_mesh import device_mesh
 from ..lowering.spmd import input_shardings, output_shardings
 from ..methods.batch_dims import flow_of_step
 from ..methods.named_methods import restrictions_of
 from ..options import Options, pins_by_key
-from ..plans.pin_cost import PinCosts
 from ..plans.plan import MemoryShares, Prediction, ShardingPlan
-from ..plans.reasons import Alternative, PlanShardings, Reasons
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import PinsLike, keys_of_arguments, resolve_pins
 from ..sharding.spec import format_spec
 from ..state.placements import placed_pins, placement_pins
 from .budget import BudgetPlanner
@@ -46,10 +44,11 @@ from .graph_plan import blaming_pins, plan_graph
 from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
-from .pin_costs import pin_costs, unpinned
+from .pin_costs import PinCosts, pin_costs, unpinned
 from .plan_like import options_like
 from .plan_request import PlanRequest
 from .planned import Planned
+from .reasons import Alternative, PlanShardings, Reasons
 from .whole_step import batch_tensors
 
 _PIN = "autopar_pin"

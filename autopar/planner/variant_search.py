@@ -21,9 +21,9 @@ from typing import TypeAlias, TypeVar
 
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
-from ..methods.gather_again import graph_of_plan
 from ..option_values import LEVELS, NO_BUDGET, Remat
 from ..plans.plan import ShardingPlan, TriedPlan
+from .gather_again import graph_of_plan
 from .graph_plan import blaming_pins, plan_graph
 from .memory_users import infeasible_error
 from .plan_request import PlanRequest

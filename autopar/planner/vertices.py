@@ -19,7 +19,7 @@ from autopar.solver.choice_graph import TypedNodes
 from autopar.solver.made_when_read import MadeWhenRead
 
 from ..graph.op_graph import OpGraph
-from ..graph.ports import Site
+from ..sharding.ports import Site
 from ..sharding.spec import Spec
 from .equal_rows import equal_rows
 from .spec_choices import SpecChoices

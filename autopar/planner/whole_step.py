@@ -14,16 +14,22 @@ from ..frontend.roles import infer_roles
 from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import Operator, OpGraph, Role
-from ..graph.pins import keys_of_paths, spellings
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
-from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import microbatched, trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..options import Options
+from ..sharding.pins import keys_of_paths, spellings
+from ..transforms.counts_apart import with_counts_apart
+from ..transforms.padded_trace import padded_arguments
+from ..transforms.update_loops import (
+    loop_of_updates,
+    named,
+    slices_of,
+    update_of,
+    with_update,
+)
 from .batch_inputs import batch_by_use
-from .padded_trace import padded_arguments
-from .update_loops import loop_of_updates, named, slices_of, update_of, with_update
 
 
 @dataclass(frozen=True, eq=False)

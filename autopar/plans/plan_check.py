@@ -9,8 +9,8 @@ from math import prod
 from ..errors import PlanFileError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operand, Operator, OpGraph
-from ..graph.ports import ports_of
 from ..rules.base import Factor, factors_of
+from ..sharding.ports import ports_of
 from ..sharding.spec import REPLICATED, SUM, Spec, axes_of_dim, dim_of, replicated
 from .plan import OperatorPlan, ShardingPlan
 

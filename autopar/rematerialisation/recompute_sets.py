@@ -19,9 +19,9 @@ from ..graph.build_graph import BARRIER, SHARD_MAP
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.phases import Phases, ScanPair, scan_pairs
-from ..graph.state_flow import made_of
 from ..graph.work import holds_heavy_work
 from ..option_values import Remat
+from ..sharding.state_flow import made_of
 from .segments import segments_of
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, get_args
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
 from ..planner.memory_users import MemoryUser
-from ..plans.pin_cost import PinCost
+from ..planner.pin_costs import PinCost
+from ..planner.reasons import Alternative
 from ..plans.plan import MemoryShares
-from ..plans.reasons import Alternative
 
 Section = Literal[
     "method", "seconds", "tasks", "memory", "alternatives", "pins", "audit"

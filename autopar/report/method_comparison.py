@@ -19,10 +19,10 @@ from ..options import Options
 from ..planner.graph_plan import plan_graph
 from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
+from ..planner.reasons import Alternative
 from ..planner.whole_step import batch_tensors
 from ..plans.explain import format_bytes, format_seconds, table
 from ..plans.plan import Prediction
-from ..plans.reasons import Alternative
 from ..plans.staged_plan import with_budget
 
 

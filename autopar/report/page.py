@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..graph.build_graph import ASSUMED_TRIPS
+from ..planner.explain_choice import changes
 from ..planner.memory_users import MemoryUser
 from ..plans.explain import format_bytes, format_seconds, products
-from ..plans.explain_choice import changes
 from ..plans.plan import TaskKind
 from ..plans.plan_view import format_source, state_words
 from ..plans.staged_plan import StagedPlan

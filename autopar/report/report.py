@@ -12,7 +12,8 @@ from typing import Protocol
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster, cluster_by_name
 from ..costs.collectives import collective_seconds, priced_kind
-from ..plans.explain_choice import WeighedChoice
+from ..planner.explain_choice import WeighedChoice
+from ..planner.reasons import Alternative
 from ..plans.leaf_groups import LeafGroup, group_leaves
 from ..plans.plan import TriedPlan
 from ..plans.plan_view import (
@@ -24,7 +25,6 @@ from ..plans.plan_view import (
     ProgramView,
     grouped,
 )
-from ..plans.reasons import Alternative
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
 from .answers import Answers

@@ -1,12 +1,10 @@
 """Which ways each primitive can be split over a mesh; importing this registers all."""
 
 from . import (
-    attention,
     callbacks,
     conv,
     dot,
     elementwise,
-    fused_attention,
     gather,
     high_product,
     linalg,
@@ -22,12 +20,10 @@ from . import (
 )
 
 __all__ = [
-    "attention",
     "callbacks",
     "conv",
     "dot",
     "elementwise",
-    "fused_attention",
     "gather",
     "high_product",
     "linalg",

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from ..graph.op_graph import OpGraph
-from ..graph.pins import PLACED, Pin, keys_of_paths, parse_pin
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import PLACED, Pin, keys_of_paths, parse_pin
 from .array_chunks import union_sharding
 from .distributed_array import AbstractDistributedArray
 

@@ -9,10 +9,10 @@ from math import inf
 from typing import Any
 
 from ..audit.audit import Audit, AuditRow, Difference
-from ..audit.memory_use import MemoryUse
 from ..errors import AuditError
 from ..frontend.constant_leaves import ResultTree
 from ..graph.traced_function import TracedFunction
+from ..lowering.memory_use import MemoryUse
 from ..lowering.programs import SignatureChanged
 from ..pipelines.pipeline import PipelinedStep
 from ..targets.compile_service import refuse_call

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, NoReturn
 from jax.sharding import Mesh
 
 from ..clusters.cluster import cluster_by_name
-from ..graph.pins import PinsLike
+from ..planner.explain_choice import choice_parts, largest_choices
+from ..planner.pin_costs import PinCosts
+from ..planner.reasons import PlanShardings, PlanSource
 from ..planner.traced_step import TracedStep
 from ..plans import explain as _explain
-from ..plans.explain_choice import choice_parts, largest_choices
-from ..plans.pin_cost import PinCosts
 from ..plans.plan import Prediction, ShardingPlan, TriedPlan
 from ..plans.plan_diff import PlanDiff, diff_plans
 from ..plans.plan_file import read_plan, to_json
 from ..plans.plan_view import PlanView
-from ..plans.reasons import PlanShardings, PlanSource
 from ..plans.staged_plan import StagedPlan, sharding_of, stages_of
 from ..report.answers import Answers
 from ..report.compiled_figures import CompiledFigures
+from ..sharding.pins import PinsLike
 
 if TYPE_CHECKING:
     from ..audit.audit import Audit

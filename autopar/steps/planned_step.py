@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..execution import Executable, executable_of, pipelined_step
 from ..frontend.constant_leaves import ResultTree
 from ..pipelines.pipeline import PipelinedStep
 from ..pipelines.pipeline_plan import PlannedPipeline
 from ..planner.planned import Planned
+from .execution import Executable, executable_of, pipelined_step
 from .parallel_plan import Plan
 
 

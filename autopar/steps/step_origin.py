@@ -14,10 +14,8 @@ import jax
 
 from ..audit.audit import Audit
 from ..costs.memory import memory_profile
-from ..execution import held_by_submesh, pipelined_step, simulation_of, staged_plan
 from ..frontend.calls import Call, plain_function
 from ..graph.build_graph import PINS, build_graph
-from ..graph.constraints import warn_ignored_constraints
 from ..graph.op_graph import OpGraph
 from ..methods.batch_dims import flow_of_step
 from ..methods.methods import ShardParallel
@@ -27,21 +25,23 @@ from ..pipelines.pipeline_source import PipelineSource
 from ..planner.graph_plan import plan_graph
 from ..planner.intra_op import warn_fallbacks
 from ..planner.memory_users import memory_shares
+from ..planner.pin_costs import PinCost, PinCosts
 from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
+from ..planner.reasons import Alternative
 from ..planner.traced_step import traced_step
 from ..planner.whole_step import batch_tensors, roles_of
-from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import MemoryShares, TriedPlan
-from ..plans.reasons import Alternative
 from ..plans.staged_plan import StagedPlan, with_budget
 from ..report.compiled_figures import CompiledFigures
 from ..report.findings import Findings, MemoryCurve, Section
 from ..report.memory_curves import curve_of_program, curve_of_submesh
 from ..report.method_comparison import compare
+from ..sharding.constraints import warn_ignored_constraints
 from ..sharding.mesh import MeshShape
 from ..targets.target import why_modelled
 from .compiling import compiled_figures, lowered_step
+from .execution import held_by_submesh, pipelined_step, simulation_of, staged_plan
 from .lowered_pipeline import LoweredPipeline
 from .lowered_step import Lowered
 from .parallel_plan import Plan

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from .workload import Params
+from benchmarks.models.workload import Params
 
 
 def init_dense(

@@ -12,8 +12,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from . import gpt
-from .layers import (
+from benchmarks.models.layers import (
     at_least_float32,
     dense,
     init_dense,
@@ -21,8 +20,10 @@ from .layers import (
     init_layer_norm,
     layer_norm,
 )
-from .losses import cross_entropy
-from .workload import Batch, Model, Params
+from benchmarks.models.losses import cross_entropy
+from benchmarks.models.workload import Batch, Model, Params
+
+from . import gpt
 
 
 @dataclass(frozen=True)

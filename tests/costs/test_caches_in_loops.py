@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 
 Cache = dict[str, jax.Array]
 Results = tuple[Any, Cache]

@@ -11,8 +11,8 @@ from jax.experimental import sparse
 from jax.sharding import AxisType, PartitionSpec
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
 from autopar.costs.memory import MemoryProfile, memory_profile, peak_bytes
+from autopar.lowering.memory_use import MemoryUse
 from autopar.steps.lowered_step import Lowered
 from benchmarks.models import build
 from tests.planner.deep_step import step as deep_step

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import jax.numpy as jnp
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 
 def step(ws, x):
     for w in ws:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import autopar
-
-from .trainings import (
+from tests.integration.trainings import (
     Training,
     assert_trains_as_one_device,
     decoder,

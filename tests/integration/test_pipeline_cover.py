@@ -16,8 +16,7 @@ import pytest
 
 import autopar
 from benchmarks.models import mlp
-
-from .trainings import (
+from tests.integration.trainings import (
     Training,
     assert_trains_as_one_device,
     decoder,

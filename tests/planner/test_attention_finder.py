@@ -10,9 +10,9 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import autopar
+from autopar.attention.finder import find_attention
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.planner.attention_finder import find_attention
 from autopar.planner.attention_trace import with_attention
 from autopar.planner.whole_step import roles_of
 from tests.rows.fixtures import random

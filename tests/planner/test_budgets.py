@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
+from autopar.lowering.memory_use import MemoryUse
 from autopar.option_values import NO_BUDGET
 from autopar.planner import budget as budget_planner
 from autopar.planner.budget import BudgetPlanner

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
 from autopar.errors import InfeasiblePlanError
+from autopar.lowering.memory_use import MemoryUse
 from autopar.options import Options
 from autopar.planner import planning
 from autopar.planner.fit import MOST_CORRECTIONS

@@ -12,16 +12,16 @@ import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 import autopar
-from autopar.errors import FallbackWarning
-from autopar.lowering.exported_program import export_program
-from autopar.planner.attention_trace import with_fused_attention
-from autopar.rules.attention import (
+from autopar.attention.fused_attention import KERNELS
+from autopar.attention.rule import (
     FUSED_KINDS,
     lower,
     with_kernel,
     without_kernel,
 )
-from autopar.rules.fused_attention import KERNELS
+from autopar.errors import FallbackWarning
+from autopar.lowering.exported_program import export_program
+from autopar.planner.attention_trace import with_fused_attention
 from tests.planner.test_attention_finder import (
     Attention,
     causal,

@@ -16,8 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.planner.padded_trace import with_padding
 from autopar.planner.whole_step import roles_of
+from autopar.transforms.padded_trace import with_padding
 from tests.like_jit import assert_same, make_batch, make_params, sgd_step
 from tests.rows.fixtures import random, sgd
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -14,8 +14,8 @@ from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
-from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.named_methods import Megatron, Zero, restriction_of
+from autopar.planner.gather_again import graph_of_plan
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.lower_bound import even_share_bytes
 from autopar.planner.memory_users import alike_users, memory_users

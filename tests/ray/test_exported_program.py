@@ -11,9 +11,9 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster, RayHosts
-from autopar.clusters.device_mesh import device_mesh, stage_meshes, submesh_of
 from autopar.costs.resharding import Resharder
 from autopar.graph.effects import refuse_callbacks
+from autopar.lowering.device_mesh import device_mesh, stage_meshes, submesh_of
 from autopar.lowering.exported_program import export_program, plain_array, with_keys
 from autopar.lowering.programs import build_program
 from autopar.options import check_options

@@ -11,7 +11,6 @@ import pytest
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.execution import held_by_submesh
 from autopar.plans.plan import InputPlan
 from autopar.plans.plan_view import PlanView
 from autopar.report.answers import Answers
@@ -19,6 +18,7 @@ from autopar.report.cautions import cautions
 from autopar.report.findings import Findings
 from autopar.report.report import MOST_LIGHT, Report
 from autopar.sharding.spec import REPLICATED
+from autopar.steps.execution import held_by_submesh
 from autopar.steps.parallel_plan import Plan
 from autopar.steps.step_origin import PipelineOrigin
 from tests.report.steps import arguments, step

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
 from autopar.costs.resharding import Resharder
 from autopar.errors import InfeasiblePlanError
+from autopar.lowering.memory_use import MemoryUse
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.spec import REPLICATED, Spec, to_partition_spec
 from autopar.steps.lowered_step import Compiled

@@ -14,7 +14,7 @@ from autopar.audit.compiled_collectives import (
     collectives_in_lowered,
 )
 from autopar.pipelines.state_init import PlacedInit, init_programs
-from autopar.pipelines.traced_init import trace_init
+from autopar.planner.traced_init import trace_init
 from autopar.state.placements import LeafPart
 from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case

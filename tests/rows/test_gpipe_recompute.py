@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.execution import held_by_submesh
 from autopar.methods.methods import PipelineParallel
+from autopar.steps.execution import held_by_submesh
 from tests.rows.fixtures import Case, Params, f6, random
 from tests.rows.running import run_pipeline_as_planned
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 from autopar.steps.lowered_step import Compiled
 from tests.residuals import residual_bytes
 from tests.rows.fixtures import Case, Params, random

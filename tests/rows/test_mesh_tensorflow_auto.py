@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
 from autopar.graph.op_graph import OpGraph
+from autopar.lowering.memory_use import MemoryUse
 from autopar.planner.auto_layout import auto_layout
 from autopar.sharding.mesh import MeshShape, parse_mesh
 from tests.rows.fixtures import Case, f1, f3

@@ -10,8 +10,7 @@ import pytest
 
 import autopar
 from autopar.solver.placement import NoPlacement
-
-from .fixtures import Case, f1, f6
+from tests.rows.fixtures import Case, f1, f6
 
 TWO = autopar.Cluster.preset("1x2xCPU")
 

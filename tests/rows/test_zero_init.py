@@ -13,7 +13,7 @@ import autopar
 from autopar.audit.compiled_collectives import collectives_in_lowered
 from autopar.lowering.programs import SpmdProgram
 from autopar.pipelines.state_init import PlacedInit, init_programs
-from autopar.pipelines.traced_init import trace_init
+from autopar.planner.traced_init import trace_init
 from autopar.state.placements import LeafPart
 from tests.rows.fixtures import Case, random, sgd
 from tests.rows.running import run_as_planned

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.audit.memory_use import MemoryUse
+from autopar.lowering.memory_use import MemoryUse
 from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case
 from tests.rows.running import run_as_planned

@@ -15,10 +15,10 @@ import numpy as np
 
 from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, TensorType
-from ..rules.attention_spec import Labels
 from ..rules.base import factors_of
 from ..rules.elementwise import NARY, UNARY
 from .score_algebra import NotAttention
+from .spec import Labels
 
 Owner = int | tuple[int, int]
 Shape = tuple[int, ...]

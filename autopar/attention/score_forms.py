@@ -10,10 +10,10 @@ import numpy as np
 
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operand, Operator
-from ..rules.attention_spec import Labels
 from . import score_algebra as algebra
 from .score_algebra import AT, HOLDS, SIDE, Atom, Form, NotAttention
 from .score_regions import BlockFlow, Dims, Region, paired_dims
+from .spec import Labels
 
 _SAME = frozenset(
     "convert_element_type copy stop_gradient reduce_precision transpose reshape squeeze"

@@ -21,11 +21,13 @@ from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to
 from ..graph.op_graph import Operand, Operator, OpGraph
-from ..graph.pins import spellings
 from ..graph.traced_function import Roles, TracedFunction
 from ..jax_compat import equation_context, user_context
+from ..microbatches.extremes import JOINS
+from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Shard, bind_unchanged, is_inexact, rule_of
 from ..sharding.mesh import MeshShape
+from ..sharding.pins import spellings
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim
 from .chunk_flow import (
     PASSING,
@@ -35,8 +37,6 @@ from .chunk_flow import (
     light_makers,
     unchanged_carries,
 )
-from .extremes import JOINS
-from .microbatch_runners import WholeRunner
 
 Lengths = tuple[int, ...]
 

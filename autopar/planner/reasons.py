@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ..graph.pins import PinsLike
-from .pin_cost import PinCosts
-from .plan_view import Decision, PlanView
+from ..plans.plan_view import Decision, PlanView
+from ..sharding.pins import PinsLike
+from .pin_costs import PinCosts
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 from ..graph.build_graph import BARRIER, SCAN
 from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
 from ..graph.paired_operators import GATHERED_AGAIN
-from ..graph.state_flow import made_of
 from ..graph.work import accumulation_dtype
 from ..plans.plan import ShardingPlan
+from ..sharding.state_flow import made_of
 
 _BACKWARD = "transpose("  # how jax.grad names what it transposes
 

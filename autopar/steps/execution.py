@@ -34,18 +34,18 @@ from autopar.runtime.simulate import HeldByTask, Simulation, held_by_task, simul
 from autopar.runtime.timeline import StepTrace
 from autopar.runtime.worker import PipelineExecutable
 
-from .clusters.cluster import Cluster
-from .clusters.device_mesh import submesh_of
-from .frontend.constant_leaves import ResultTree
-from .graph.effects import refuse_callbacks
-from .graph.garbage import without_garbage_collection
-from .methods.schedule_choice import rows_of, schedule_name
-from .pipelines.pipeline import PipelinedStep, lower_pipeline
-from .pipelines.pipeline_plan import PlannedPipeline
-from .pipelines.state_init import InitProgram, PlacedInit, init_programs, made_state
-from .planner.planned import Planned
-from .plans.staged_plan import StagedPlan, StageProgramPlan, total_prediction
-from .targets.compile_service import refuse_call
+from ..clusters.cluster import Cluster
+from ..frontend.constant_leaves import ResultTree
+from ..graph.effects import refuse_callbacks
+from ..graph.garbage import without_garbage_collection
+from ..lowering.device_mesh import submesh_of
+from ..methods.schedule_choice import rows_of, schedule_name
+from ..pipelines.pipeline import PipelinedStep, lower_pipeline
+from ..pipelines.pipeline_plan import PlannedPipeline
+from ..pipelines.state_init import InitProgram, PlacedInit, init_programs, made_state
+from ..planner.planned import Planned
+from ..plans.staged_plan import StagedPlan, StageProgramPlan, total_prediction
+from ..targets.compile_service import refuse_call
 
 Executable = LocalExecutable | RayExecutable | PipelinedStep
 

@@ -18,9 +18,9 @@ from jax.extend.core import Primitive
 
 from ..graph.op_graph import Operator, TensorType
 from ..jax_compat import CUDNN_ATTENTION, mlir
+from ..rules.base import Factor, Shard, bind_params, register
 from ..sharding.spec import REPLICATED, SUM, State
-from .attention_spec import Attention, Labels, named, wide, with_units, without_units
-from .base import Factor, Shard, bind_params, register
+from .spec import Attention, Labels, named, wide, with_units, without_units
 
 FORWARD, BACKWARD = KINDS = CUDNN_ATTENTION.kinds
 _RUNS: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from ..frontend.tracing import is_array_leaf, trace
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..graph.traced_function import TracedFunction
-from ..planner.whole_step import roles_of
+from .whole_step import roles_of
 
 StepCall = tuple[tuple[Any, ...], Mapping[str, Any]]
 # What Python and JAX say where a step is given arguments that it is not made for.

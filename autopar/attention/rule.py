@@ -16,12 +16,12 @@ from jax.extend.core import Primitive
 
 from ..graph.op_graph import Operator
 from ..jax_compat import mlir
+from ..rules.base import Factor, Shard, bind_params, register
+from ..rules.halos import Exchange, Traffic, register_traffic, shard_shape
 from ..sharding.spec import REPLICATED, SUM, State, axes_of_dim
-from .attention_spec import Attention, Labels, Sizes, shape_of, wide
-from .base import Factor, Shard, bind_params, register
 from .fused_attention import KERNELS
-from .halos import Exchange, Traffic, register_traffic, shard_shape
 from .ring import Ring, attend, attend_backward
+from .spec import Attention, Labels, Sizes, shape_of, wide
 
 RING, KEPT = "ring:blocks", "ring:kept"  # as `halos.RING` begins
 RINGS = (RING, KEPT)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from ..clusters.cluster import Cluster, RayHosts
 from ..sharding.mesh import MeshLike, MeshShape
-from .cluster import Cluster, RayHosts
 
 
 def device_mesh(

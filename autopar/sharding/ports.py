@@ -14,10 +14,18 @@ from typing import Literal
 
 import numpy as np
 
-from ..sharding.mesh import MeshShape
-from .build_graph import BARRIER, COND, PINS, SCAN, SHARD_MAP, WHILE
+from ..graph.build_graph import BARRIER, COND, PINS, SCAN, SHARD_MAP, WHILE
+from ..graph.op_graph import (
+    Block,
+    Constant,
+    Operand,
+    Operator,
+    OpGraph,
+    TensorType,
+    is_zero,
+)
 from .constraints import Constraint, border_constraints, constraint_of
-from .op_graph import Block, Constant, Operand, Operator, OpGraph, TensorType, is_zero
+from .mesh import MeshShape
 from .pins import Pin
 
 Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .attention_spec import (
+from ..rules.halos import ring_steps
+from .spec import (
     Attention,
     Labels,
     einsum_of,
@@ -25,7 +26,6 @@ from .attention_spec import (
     with_units,
     without_units,
 )
-from .halos import ring_steps
 
 NO_RING: tuple[str, ...] = ()
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .build_graph import SCAN, SHARD_MAP, STRUCTURED, WHILE
-from .op_graph import GraphColumns, Operator, OpGraph
+from ..graph.build_graph import SCAN, SHARD_MAP, STRUCTURED, WHILE
+from ..graph.op_graph import GraphColumns, Operator, OpGraph
 from .ports import ports_of
 
 

@@ -12,17 +12,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..graph.pins import spellings
-from ..sharding.spec import Spec, format_spec, local_shape
-from .explain import (
+from ..plans.explain import (
     format_bytes,
     format_seconds,
     is_rounding,
     section,
     table,
 )
-from .plan import OperatorPlan, Prediction, ShardingPlan, TensorPlan
-from .plan_view import (
+from ..plans.plan import OperatorPlan, Prediction, ShardingPlan, TensorPlan
+from ..plans.plan_view import (
     Decision,
     PlanView,
     ProgramView,
@@ -30,8 +28,10 @@ from .plan_view import (
     grouped,
     split_words,
 )
+from ..plans.staged_plan import StagedPlan
+from ..sharding.pins import spellings
+from ..sharding.spec import Spec, format_spec, local_shape
 from .reasons import PlanSource, Reasons, nearest_names
-from .staged_plan import StagedPlan
 
 _MOST_READERS = 6
 _MOST_PRODUCTS, _MOST_COLLECTIVES = 1, 2  # choices that are weighed

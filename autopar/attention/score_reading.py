@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import inf
 
-from ..rules.attention_spec import Labels, Scores
 from . import score_algebra as algebra
 from .score_algebra import AT, COTANGENT, ONE, RAW, SIDE, Atom, Form, NotAttention
 from .score_forms import ScoreForms
+from .spec import Labels, Scores
 
 _LOW = -65504.0  # the least of float16: no score is below
 _MOST_MASKS = 6

@@ -10,16 +10,16 @@ from typing import TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..sharding.layouts import FREE
-from ..sharding.mesh import MeshShape
-from ..sharding.spec import (
+from ..graph.op_graph import OpGraph, TensorType
+from .layouts import FREE
+from .mesh import MeshShape
+from .spec import (
     Spec,
     axes_of_dim,
     from_partition_spec,
     is_legal,
     pending_axes,
 )
-from .op_graph import OpGraph, TensorType
 
 PLACED = "placed"
 """In place of a pin's PartitionSpec: the argument stays where its array lies."""

@@ -16,7 +16,6 @@ import numpy as np
 from ..graph.build_graph import SCAN
 from ..graph.op_graph import Block, Constant, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
-from ..rules.attention_spec import Attention, Labels, Scores, named
 from . import score_algebra as algebra
 from .score_algebra import NotAttention
 from .score_forms import ScoreForms
@@ -32,6 +31,7 @@ from .score_regions import (
     Region,
     region_of,
 )
+from .spec import Attention, Labels, Scores, named
 
 _GRADIENTS = ("d_q", "d_k", "d_v")
 

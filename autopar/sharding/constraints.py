@@ -14,10 +14,10 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import FallbackWarning
-from ..sharding.layouts import FREE
-from ..sharding.mesh import MeshShape
-from .build_graph import PINS
-from .op_graph import Operator, OpGraph, TensorType
+from ..graph.build_graph import PINS
+from ..graph.op_graph import Operator, OpGraph, TensorType
+from .layouts import FREE
+from .mesh import MeshShape
 from .pins import Pin, parse_pin
 
 

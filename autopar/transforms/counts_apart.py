@@ -15,7 +15,7 @@ from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
-from .microbatch_runners import WholeRunner
+from ..microbatches.microbatch_runners import WholeRunner
 
 
 def with_counts_apart(
