@@ -28,8 +28,8 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.compile_for import step_for, table
-from benchmarks.step_time import OURS, traced
+from .compile_for import step_for, table
+from .step_time import OURS, traced
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from autopar.audit.program_figures import ProgramFigures
     from autopar.lowering.programs import SpmdProgram
     from autopar.steps.lowered_step import Lowered
-    from benchmarks.annotated_step import AnnotatedStep
-    from benchmarks.targets import BenchStep
+
+    from .annotated_step import AnnotatedStep
+    from .targets import BenchStep
 
 Compile = Callable[[float], Any]  # within seconds
 ARGUMENTS = "arguments"
@@ -59,7 +60,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 def programs(workload: BenchStep, target: str) -> dict[str, Compile]:
     """What compiles each program of a step for a target within seconds, by name."""
     from autopar.lowering.compiled_program import compile_jitted, compile_program
-    from benchmarks.annotated_step import AnnotatedStep, own_step
+
+    from .annotated_step import AnnotatedStep, own_step
 
     lowered: Lowered = step_for(workload, target).lower(*workload.abstract())
     closed, _ = traced(workload.step, workload.abstract())

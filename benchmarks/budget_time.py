@@ -25,8 +25,8 @@ import sys
 from dataclasses import asdict, dataclass
 from time import process_time
 
-from benchmarks.solver_time import CASES as FREE_CASES
-from benchmarks.solver_time import Case
+from .solver_time import CASES as FREE_CASES
+from .solver_time import Case
 
 _LOCAL = "local"
 _ONE_HOST = ("1x8xH100", "x:2;y:4")

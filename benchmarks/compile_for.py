@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from benchmarks.against_methods import MODELS
-from benchmarks.on_device import CASES
+from .against_methods import MODELS
+from .on_device import CASES
 
 if TYPE_CHECKING:
     from autopar.audit.audit import Audit
     from autopar.audit.program_figures import ProgramFigures
-    from benchmarks.targets import BenchStep
+
+    from .targets import BenchStep
 
 PLANNED = "as planned"
 METHODS = (

@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.against_methods import MODELS
-from benchmarks.on_device import CASES
+from .against_methods import MODELS
+from .on_device import CASES
 
 MESHES = ("x:8", "x:2;y:4")
 CPU = "cpu"

@@ -297,8 +297,8 @@ def host_recovery(hosts: Any) -> Any:
     import jax
 
     import autopar
-    from benchmarks.faults import FaultInjection, FaultyBatches
 
+    from .faults import FaultInjection, FaultyBatches
     from .models import build
 
     workload, second = build("mlp"), hosts.add()

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.clusters.cluster import Cluster
-    from benchmarks.targets import BenchStep
+
+    from .targets import BenchStep
 
 HOSTS, DEVICES = 2, 4  # devices of each
 
@@ -133,7 +134,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from autopar.clusters.virtual_devices import use_virtual_devices
     from autopar.commands.plan_targets import parse_settings
-    from benchmarks.targets import find_target
+
+    from .targets import find_target
 
     use_virtual_devices(HOSTS * DEVICES)
     settings = parse_settings(arguments.set)

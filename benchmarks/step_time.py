@@ -30,7 +30,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.targets import BenchStep
+    from .targets import BenchStep
 
 OURS = "autopar"
 BASELINES = ("own step", "same graph", "arguments")

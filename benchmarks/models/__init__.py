@@ -1,6 +1,6 @@
 """The model zoo: ordinary single-device JAX training code to parallelize."""
 
-from benchmarks.models.registry import build as build
-from benchmarks.models.registry import names as names
-from benchmarks.models.workload import TrainState as TrainState
-from benchmarks.models.workload import Workload as Workload
+from .registry import build as build
+from .registry import names as names
+from .workload import TrainState as TrainState
+from .workload import Workload as Workload

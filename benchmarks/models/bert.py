@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.layers import (
+from .layers import (
     at_least_float32,
     dense,
     dropout,
@@ -15,9 +15,9 @@ from benchmarks.models.layers import (
     init_layer_norm,
     layer_norm,
 )
-from benchmarks.models.losses import cross_entropy, weighted_mean
-from benchmarks.models.synthetic import make_sequences
-from benchmarks.models.workload import Batch, Model, Params
+from .losses import cross_entropy, weighted_mean
+from .synthetic import make_sequences
+from .workload import Batch, Model, Params
 
 _MASK_TOKEN = 0
 _MASKED_FRACTION = 0.15

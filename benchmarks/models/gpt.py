@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models.layers import (
+from .layers import (
     at_least_float32,
     cast,
     dense,
@@ -18,9 +18,9 @@ from benchmarks.models.layers import (
     init_layer_norm,
     layer_norm,
 )
-from benchmarks.models.losses import cross_entropy, weighted_mean
-from benchmarks.models.synthetic import make_sequences
-from benchmarks.models.workload import Batch, Model, Params
+from .losses import cross_entropy, weighted_mean
+from .synthetic import make_sequences
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from benchmarks.models.workload import Params
+from .workload import Params
 
 
 def init_dense(

@@ -9,16 +9,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.layers import (
+from .layers import (
     at_least_float32,
     cast,
     dense,
     init_dense,
     init_embedding,
 )
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.synthetic import make_sequences
-from benchmarks.models.workload import Batch, Model, Params
+from .losses import cross_entropy
+from .synthetic import make_sequences
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.layers import at_least_float32
+from .layers import at_least_float32
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from benchmarks.models.layers import dense, init_dense, init_embedding
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.synthetic import make_sequences
-from benchmarks.models.workload import Batch, Model, Params
+from .layers import dense, init_dense, init_embedding
+from .losses import cross_entropy
+from .synthetic import make_sequences
+from .workload import Batch, Model, Params
 
 Carry = tuple[jax.Array, jax.Array]
 

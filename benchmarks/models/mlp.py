@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from benchmarks.models.layers import dense, init_dense
-from benchmarks.models.workload import Batch, Model, Params
+from .layers import dense, init_dense
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

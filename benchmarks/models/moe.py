@@ -12,7 +12,8 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.layers import (
+from . import gpt
+from .layers import (
     at_least_float32,
     dense,
     init_dense,
@@ -20,10 +21,8 @@ from benchmarks.models.layers import (
     init_layer_norm,
     layer_norm,
 )
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.workload import Batch, Model, Params
-
-from . import gpt
+from .losses import cross_entropy
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

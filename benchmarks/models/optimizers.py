@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import optax
 
-from benchmarks.models.names import look_up
-from benchmarks.models.workload import Params
+from .names import look_up
+from .workload import Params
 
 
 def make_optimizer(

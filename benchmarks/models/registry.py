@@ -4,11 +4,6 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from benchmarks.models.names import look_up
-from benchmarks.models.optimizers import make_optimizer
-from benchmarks.models.training import make_workload
-from benchmarks.models.workload import Model, Workload
-
 from . import (
     bert,
     gpt,
@@ -21,6 +16,10 @@ from . import (
     unet,
     vit,
 )
+from .names import look_up
+from .optimizers import make_optimizer
+from .training import make_workload
+from .workload import Model, Workload
 
 _MODULES = (mlp, gpt, llama, bert, t5, moe, lstm, vit, resnet, unet)
 

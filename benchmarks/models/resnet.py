@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from benchmarks.models.layers import at_least_float32, dense, init_dense
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.synthetic import make_images
-from benchmarks.models.workload import Batch, Model, Params
+from .layers import at_least_float32, dense, init_dense
+from .losses import cross_entropy
+from .synthetic import make_images
+from .workload import Batch, Model, Params
 
 _BOTTLENECK_EXPANSION = 4
 _STATISTICS_MOMENTUM = 0.9

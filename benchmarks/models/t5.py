@@ -11,11 +11,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.layers import at_least_float32, dense, init_dense, init_embedding
-from benchmarks.models.llama import init_rms_norm, rms_norm
-from benchmarks.models.losses import cross_entropy, weighted_mean
-from benchmarks.models.synthetic import make_sequences
-from benchmarks.models.workload import Batch, Model, Params
+from .layers import at_least_float32, dense, init_dense, init_embedding
+from .llama import init_rms_norm, rms_norm
+from .losses import cross_entropy, weighted_mean
+from .synthetic import make_sequences
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

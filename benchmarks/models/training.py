@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models.workload import Batch, Metrics, Model, TrainState, Workload
+from .workload import Batch, Metrics, Model, TrainState, Workload
 
 
 def make_workload(

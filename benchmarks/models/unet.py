@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.workload import Batch, Model, Params
+from .losses import cross_entropy
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

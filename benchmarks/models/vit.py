@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from benchmarks.models.layers import (
+from .layers import (
     dense,
     init_dense,
     init_layer_norm,
     layer_norm,
 )
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.synthetic import make_images
-from benchmarks.models.workload import Batch, Model, Params
+from .losses import cross_entropy
+from .synthetic import make_images
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)
