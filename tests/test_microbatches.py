@@ -14,7 +14,8 @@ from autopar.errors import FallbackWarning
 from autopar.microbatches.microbatches import BatchCoupledError
 from autopar.sharding.pin_primitive import pin
 from benchmarks.models import build
-from tests.rows.running import run_as_planned
+
+from .rows.running import run_as_planned
 
 
 def linear_step(weights: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:

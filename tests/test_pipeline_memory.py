@@ -13,7 +13,8 @@ import pytest
 import autopar
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
-from tests.rows.running import run_pipeline_as_planned
+
+from .rows.running import run_pipeline_as_planned
 
 TWO = PipelineParallel(2, 2)
 SIZE, NUM_LAYERS = 32, 4

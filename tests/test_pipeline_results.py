@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel, ShardParallel
-from tests.test_pipeline import assert_equal, chain, normal
+
+from .test_pipeline import assert_equal, chain, normal
 
 
 def evaluation(params: Any, x: jax.Array) -> Any:

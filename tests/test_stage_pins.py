@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from autopar.state.array_chunks import chunk_shardings
-from tests.rows.fixtures import tanh_chain
-from tests.rows.running import run_pipeline_as_planned
-from tests.test_pipeline import tied_language_model
+
+from .rows.fixtures import tanh_chain
+from .rows.running import run_pipeline_as_planned
+from .test_pipeline import tied_language_model
 
 TWO = PipelineParallel(2, 2, stage_meshes=["a:4", "b:4"])
 EQUAL = PipelineParallel(2, 2)

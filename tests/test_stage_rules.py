@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods.methods import PipelineParallel, ShardParallel
-from tests.rows.running import run_pipeline_as_planned
+
+from .rows.running import run_pipeline_as_planned
 
 MESH = "data:2;model:2"
 NAMES = {"up": "io hidden", "down": "hidden io", "x": "batch io"}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import autopar
-from tests.integration.trainings import (
+
+from .trainings import (
     Training,
     assert_trains_as_one_device,
     decoder,

@@ -16,7 +16,8 @@ import pytest
 
 import autopar
 from benchmarks.models import mlp
-from tests.integration.trainings import (
+
+from .trainings import (
     Training,
     assert_trains_as_one_device,
     decoder,

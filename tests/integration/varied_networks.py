@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from tests.integration.varied_steps import (
-    Program,
-    descend,
-    descent_step,
-    integers,
-    normal,
-    optax_step,
-)
+from .varied_steps import Program, descend, descent_step, integers, normal, optax_step
 
 
 def llama(num_layers: int = 1) -> Program:

@@ -11,7 +11,8 @@ import pytest
 import autopar
 from autopar.frontend.tracing import trace
 from autopar.planner.whole_step import roles_of
-from tests.rows.running import run_as_planned, run_pipeline_as_planned
+
+from ..rows.running import run_as_planned, run_pipeline_as_planned
 
 pytestmark = pytest.mark.filterwarnings("ignore:Every device of")  # toys are small
 WIDTH, BEAMS = 16, 8

@@ -10,7 +10,8 @@ import pytest
 
 import autopar
 from autopar.solver.placement import NoPlacement
-from tests.rows.fixtures import Case, f1, f6
+
+from .fixtures import Case, f1, f6
 
 TWO = autopar.Cluster.preset("1x2xCPU")
 
