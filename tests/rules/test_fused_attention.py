@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.attention import fused_attention
 from autopar.attention.fused_attention import KINDS
 from autopar.costs.compute import flops
 from autopar.frontend.tracing import trace
@@ -16,7 +17,6 @@ from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import Operator
 from autopar.lowering.exported_program import export_program
 from autopar.planner.whole_step import roles_of
-from autopar.rules import fused_attention
 from autopar.rules.base import factors_of
 
 BATCH, SEQ, HEADS, DEPTH = 8, 32, 8, 16
