@@ -119,9 +119,10 @@ class Device:
 
     def _slowing(self, area: Any, depth: Any) -> Any:
         """How many times longer than at the rate of large ones a product takes."""
-        parts = np.maximum(depth / SPLIT_DEPTH, 1.0)
-        idle = self.product_area / np.maximum(area * parts, LEAST_SIDE**2)
-        return (1 + idle) * (1 + self.product_depth / np.maximum(depth, LEAST_SIDE))
+        larger = np.maximum if isinstance(depth, np.ndarray) else max
+        parts = larger(depth / SPLIT_DEPTH, 1.0)
+        idle = self.product_area / larger(area * parts, LEAST_SIDE**2)
+        return (1 + idle) * (1 + self.product_depth / larger(depth, LEAST_SIDE))
 
     def _rate_of(self, name: str) -> tuple[str, float]:
         """The dtype whose units a dtype uses, and the part of their rate it gets."""

@@ -8,6 +8,7 @@ and the step is cut for each number.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -66,15 +67,15 @@ Work = tuple[str, float, float, Any, float]
 
 
 def work_of(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
-    """The work of operators without bodies, with how often each runs."""
-    found: list[Work] = []
+    """The work of operators without bodies, with how often what is alike runs."""
+    found = defaultdict[tuple[str, float, float, Any], float](float)
     for op, times in operators:
         read = op.operand_types[op.kind in SLICING :]
         num_bytes = float(sum(kind.bytes for kind in (*read, *op.result_types)))
         dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
         dtype = dtypes[0] if dtypes else "float32"
-        found.append((op.kind, total_flops(op), num_bytes, dtype, times))
-    return found
+        found[op.kind, total_flops(op), num_bytes, dtype] += times
+    return [(*each, times) for each, times in found.items()]
 
 
 def seconds_of(work: Sequence[Work], share: float, cluster: Cluster) -> float:
