@@ -97,7 +97,7 @@ def solve_within(
     search.price()
     if search.best is None:
         search.find_least(budget)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if search.best else 0):
         before = search.value
         search.mix()
         search.price()
