@@ -13,7 +13,7 @@ import jax
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
-from ..clusters.ray_hosts import HostGroups
+from ..clusters.ray_hosts import HostGroups, dealt_out
 from ..frontend.tracing import trace
 from ..graph.effects import refuse_lost_callbacks
 from ..graph.garbage import without_garbage_collection
@@ -339,10 +339,11 @@ def submesh_shapes(
             HostGroups.of([shape.size for shape in shapes], inside)
         return shapes
     if devices % number:
+        shares = [f"x:{each}" for each in dealt_out(number, cluster.num_hosts, inside)]
         raise ValueError(
             f"Devices are dealt out evenly, but {devices} devices cannot be to "
-            f"{number} submeshes; say how with `stage_meshes`, or use a number that "
-            f"divides them."
+            f"{number} submeshes; say how with `stage_meshes`, such as {shares}, or "
+            f"use a number that divides them."
         )
     share = devices // number
     if cluster.ray_hosts is not None:
