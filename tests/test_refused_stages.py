@@ -1,4 +1,4 @@
-"""Steps that cannot be cut into stages: the text names what is torn and a remedy,
+"""Steps that cannot be cut into stages: the text names what has no one stage and a remedy,
 and the remedy works."""
 
 from typing import Any
@@ -30,7 +30,7 @@ def sgd(params: Any, grads: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-def test_second_derivatives_are_refused_with_what_is_torn():
+def test_second_derivatives_are_refused_with_what_has_no_stage():
     """A physics-informed network: the loss is the network's Laplacian."""
 
     def step(params: Any, x: jax.Array) -> Any:
@@ -44,8 +44,8 @@ def test_second_derivatives_are_refused_with_what_is_torn():
         return sgd(params, grads), value
 
     args = weights(2, 1), random(7, 16, 2)
-    torn = r"reads .* of stages \[.*autopar\.ShardParallel\(\)"
-    with pytest.raises(NotImplementedError, match=torn) as error:
+    text = r"reads .* of stages \[.*autopar\.ShardParallel\(\)"
+    with pytest.raises(NotImplementedError, match=text) as error:
         parallelize(step, method=PipelineParallel(2, 4)).plan(*args)
     assert "num_stages" not in str(error.value)  # no fewer than 2 stages
     assert __file__ in str(error.value)  # the line of the operator

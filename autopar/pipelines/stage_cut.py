@@ -73,10 +73,10 @@ def cut_stages(
     """
     cutter = _Cutter(graph, frozenset(held), num_stages)
     cutter.cut_forward(products)
-    torn = cutter.place_backward()
-    if torn is not None:
+    refused = cutter.place_backward()
+    if refused is not None:
         fewer = next(filter(cutter.can_be_cut, range(num_stages - 1, 1, -1)), None)
-        raise torn_backward(cutter, torn, fewer)
+        raise refused_backward(cutter, refused, fewer)
     return cutter.result(cutter.weight_tasks() if has_weight_tasks else frozenset())
 
 
@@ -321,7 +321,7 @@ class _Cutter:
         return tuple(op for op in self.operators if op.index in needed)
 
 
-def torn_backward(
+def refused_backward(
     cutter: _Cutter, op: Operator, fewer: int | None
 ) -> NotImplementedError:
     """No stage has all that a backward operator reads: what it reads lies apart."""

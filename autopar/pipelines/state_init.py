@@ -193,7 +193,7 @@ def _cut_of(home: LeafHome) -> Cut | None:
 
 
 def _flow(graph: OpGraph, cuts: Mapping[Operand, Cut | None]) -> ChunkFlow:
-    """Which values come in pieces, so that none is made whole for a piece of it."""
+    """Which values come in chunks, so that none is made whole for a chunk of it."""
     wanted = {t: cut for t, cut in cuts.items() if cut and isinstance(t, int)}
     inputs = frozenset(graph.blocks[0].inputs)
     lengths: dict[int, tuple[int, ...]] = {}

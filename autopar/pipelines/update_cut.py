@@ -108,7 +108,7 @@ def _stages_together(
         of_sums = stages.get(root, set())
         if len(tensors) > 1 and len(of_sums) > 1:
             (one, first), (other, second), *_ = tensors.items()
-            raise torn_update(graph, small, (first, second), (one, other))
+            raise refused_update(graph, small, (first, second), (one, other))
         (stage_of[root],) = tensors if len(tensors) == 1 else of_sums or {min(tensors)}
     return {**{root: min(of_sums) for root, of_sums in stages.items()}, **stage_of}
 
@@ -370,7 +370,7 @@ def _is_sum(op: Operator) -> bool:
     return not kind.shape and is_inexact(kind)
 
 
-def torn_update(
+def refused_update(
     graph: OpGraph, small: Iterable[int], ends: tuple[int, int], stages: tuple[int, int]
 ) -> NotImplementedError:
     """The update joins the arrays `ends` of two `stages`: by what, and where.
