@@ -1,4 +1,4 @@
-"""Steps that cannot be cut into stages: the text names what has no one stage and a remedy,
+"""Steps that cannot be cut into stages: the text names what has no stage and a remedy,
 and the remedy works."""
 
 from typing import Any
