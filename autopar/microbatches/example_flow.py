@@ -12,6 +12,7 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.work import holds_heavy_work, is_heavy_operator
 from ..sharding.spec import REPLICATED, SUM, State
+from .joined_batches import WHOLE, Part
 from .microbatch_flow import Flow
 
 
@@ -36,17 +37,17 @@ class ExampleFlow(Flow):
     def run_split(self, op: Operator) -> bool:
         if not super().run_split(op):
             for tensor in tensors_of(op.operands):
-                if self.state[tensor] < REPLICATED:
-                    self.state[tensor] = REPLICATED
+                if self.state_of(tensor) < REPLICATED:
+                    self.part[tensor] = WHOLE
             if not super().run_split(op):
                 self.set_whole(op)
         return True
 
-    def write(self, tensor: int, state: State, copies: int) -> None:
-        super().write(tensor, state, copies)
+    def write(self, tensor: int, part: Part) -> None:
+        super().write(tensor, part)
         self.reduced.pop(tensor, None)
-        if state < REPLICATED:
-            self.reduced[tensor] = state
+        if part[0] < REPLICATED:
+            self.reduced[tensor] = part[0]
 
     def heavy_flops(self) -> float:
         """The flops of products that examples share among them."""
@@ -70,7 +71,7 @@ class ExampleFlow(Flow):
             if not known.isdisjoint(tensors_of(op.operands)):
                 known.update(t for t in op.results if not tensors[t].type.rank)
         found = tensors_of(results)
-        return any(t in known or self.state[t] != REPLICATED for t in found)
+        return any(t in known or self.part[t] != WHOLE for t in found)
 
     def is_of_weights(self, batch: Sequence[int]) -> bool:
         """Whether forward work uses dim 0 of the `batch` inputs as that of weights.

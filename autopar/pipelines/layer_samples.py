@@ -29,7 +29,7 @@ from ..options import Options
 from ..planner.strategies import SLICING, tensor_specs
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import SUM, Spec, is_pending, num_shards
+from ..sharding.spec import Spec, is_pending, num_shards
 from .cut_programs import (
     CutProgram,
     CutPrograms,
@@ -127,7 +127,7 @@ def trace_layer(
             reduction = cut.parts.sums.get(name)
             if reduction is None:
                 return runner.values[operand]
-            return runner.read(operand, reduction)
+            return runner.read(operand, (reduction, 1))
 
         return run_program(program, runner, given, value_of)
 
@@ -135,7 +135,7 @@ def trace_layer(
         """Of what is cut, the part of one microbatch."""
         kind = whole.type_of(operand)
         shape = list(kind.shape)
-        state = split.state[operand] if isinstance(operand, int) else SUM
+        state = split.state_of(operand)
         if state >= 0:
             shape[state] //= split.num_microbatches
         return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
@@ -252,7 +252,7 @@ class LayerSample:
 
     def _bytes(self, tensor: int) -> tuple[float, bool]:
         kind = self.cut.parts.microbatch.tensors[tensor].type
-        is_cut = self.split is not None and self.split.state[tensor] >= 0
+        is_cut = self.split is not None and self.split.state_of(tensor) >= 0
         return float(kind.bytes), is_cut
 
     @cached_property

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,14 @@ def shared_dims(
     ]
 
 
+def cuts_evenly(op: Operator, factor: Factor, number: int) -> bool:
+    """Whether each dim that a factor cuts has a multiple of `number` elements."""
+    types = (*op.operand_types, *op.result_types)
+    pairs = zip(types, (*factor.operands, *factor.results), strict=True)
+    sizes = [kind.shape[state] for kind, state in pairs if state >= 0]
+    return all(size > 0 and size % number == 0 for size in sizes)
+
+
 @dataclass(frozen=True)
 class Shard:
     """What a rule may ask while it binds its primitive on one device's shards."""
@@ -121,6 +129,17 @@ class Shard:
     # Of the program that is made; None while a function is traced again.
     host_calls: HostCalls | None = field(default=None, kw_only=True)
     is_of_program: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def of(cls, factors: Sequence[Factor], sizes: Sequence[int], *more: Any) -> Self:
+        """A shard whose axes, of `sizes`, have a factor each; `more` are its own."""
+        return cls(
+            MeshShape(tuple(map(str, range(len(sizes)))), tuple(sizes)),
+            tuple(factors),
+            tuple(zip(*(factor.operands for factor in factors), strict=True)),
+            tuple(zip(*(factor.results for factor in factors), strict=True)),
+            *more,
+        )
 
     def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
         """Local shape of an operand."""
@@ -172,6 +191,13 @@ def bind_unchanged(op: Operator, operands: Sequence[Any], shard: Shard) -> list[
     """Bind the primitive as it is: for operators whose params hold no shapes."""
     del shard
     return bind_params(op, operands)
+
+
+def bind_shard(op: Operator, operands: Sequence[Any], shard: Shard) -> Sequence[Any]:
+    """Bind the operator on a shard as its rule does, if it has one."""
+    rule = rule_of(op)
+    bind = rule.bind if rule is not None else bind_unchanged
+    return bind(op, operands, shard)
 
 
 def stay_whole(op: Operator) -> list[Factor]:
