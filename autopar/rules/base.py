@@ -143,19 +143,17 @@ class Shard:
 
     def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
         """Local shape of an operand."""
-        return local_shape(
-            op.operand_types[position].shape,
-            self.operand_specs[position],
-            self.mesh.axis_sizes,
-        )
+        shape = op.operand_types[position].shape
+        return self.local(shape, self.operand_specs[position])
 
     def result_shape(self, op: Operator, position: int = 0) -> tuple[int, ...]:
         """Local shape of a result."""
-        return local_shape(
-            op.result_types[position].shape,
-            self.result_specs[position],
-            self.mesh.axis_sizes,
-        )
+        shape = op.result_types[position].shape
+        return self.local(shape, self.result_specs[position])
+
+    def local(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        """The shape of the shard of a tensor."""
+        return local_shape(shape, spec, self.mesh.axis_sizes)
 
     def block_index(self, axes: Sequence[int]) -> jax.Array:
         """This device's position along `axes` taken together, the first most major."""

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import made_from, tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, is_zero
 from ..graph.phases import Phases, sliced_operands, stacked_results
 from ..graph.work import is_heavy_operator
-from ..rules.base import Factor, factors_of
+from ..rules.base import Factor, cuts_evenly, factors_of
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
 PASSING = (BARRIER, *PINS)  # results are the operands
@@ -67,10 +67,8 @@ class ChunkFlow:
     def __post_init__(self) -> None:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
-        self.examples = set(self.fixed) if self.is_step else set[int]()
-        for op in Phases.of(self.graph.blocks[0]).forward:
-            if self.reads_examples(op):
-                self.examples.update(op.results)
+        forward = Phases.of(self.graph.blocks[0]).forward
+        self.examples = made_from(self.fixed if self.is_step else (), forward)
 
     def run(self) -> None:
         inputs = self.graph.blocks[0].inputs
@@ -130,19 +128,13 @@ class ChunkFlow:
 
     def is_chunkwise(self, op: Operator, factor: Factor, num_layers: int) -> bool:
         """Whether a factor may be cut between any two of `num_layers`."""
-        types = (*op.operand_types, *op.result_types)
-        states = (*factor.operands, *factor.results)
         return (
-            any(state >= 0 for state in states)
+            any(state >= 0 for state in (*factor.operands, *factor.results))
             and factor.size % num_layers == 0
             and not factor.halos
             and all(state >= REPLICATED for state in factor.operands)
             and all(state >= 0 or state in _JOINED for state in factor.results)
-            and all(
-                kind.shape[state] > 0 and kind.shape[state] % num_layers == 0
-                for state, kind in zip(states, types, strict=True)
-                if state >= 0
-            )
+            and cuts_evenly(op, factor, num_layers)
         )
 
     def take(self, op: Operator, factor: Factor, lengths: tuple[int, ...]) -> None:

@@ -94,18 +94,3 @@ def _takes_padding(op: Operator, factor: Factor) -> bool:
         return False
     is_reduced = any(state < REPLICATED for state in factor.results)
     return op.kind in _REDUCING if is_reduced else True
-
-
-def padded_shapes(
-    op: Operator, factors: list[PaddedFactor]
-) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-    """The shapes of operands and of results that are padded along factors."""
-    operands = [list(kind.shape) for kind in op.operand_types]
-    results = [list(kind.shape) for kind in op.result_types]
-    for each in factors:
-        states = each.factor.operands, each.factor.results
-        for shapes, dims in zip((operands, results), states, strict=True):
-            for shape, dim in zip(shapes, dims, strict=True):
-                if dim >= 0:
-                    shape[dim] = each.longer(shape[dim])
-    return tuple(map(tuple, operands)), tuple(map(tuple, results))
