@@ -30,7 +30,7 @@ class ExampleFlow(Flow):
     def of(cls, graph: OpGraph, batch: Sequence[int]) -> ExampleFlow:
         """The flow of the examples along dim 0 of the `batch` inputs."""
         size = gcd(*(graph.tensors[tensor].type.shape[0] for tensor in batch)) or 1
-        flow = cls(graph, 1, size, sums_stay_apart=False, hoisted=set())
+        flow = cls(graph, size)
         flow.run(batch)
         return flow
 

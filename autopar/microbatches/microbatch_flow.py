@@ -7,7 +7,7 @@ behind the loop, and what it holds up there is remembered as a coupling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -70,10 +70,8 @@ class Flow:
     """
 
     graph: OpGraph
-    num_microbatches: int
     batch_size: int
-    sums_stay_apart: bool
-    hoisted: set[int]
+    hoisted: Collection[int] = ()
     part: dict[int, Part] = field(default_factory=dict)
     factor: dict[int, Factor] = field(default_factory=dict)
     read: dict[Site, Part] = field(default_factory=dict)
@@ -173,14 +171,11 @@ class Flow:
                 for factor in microbatch_factors(op)
                 if not factor.is_positional
                 and cuts_evenly(op, factor, number)
-                and all(
-                    has in (REPLICATED, wanted)
-                    for has, wanted in zip(states, factor.operands, strict=True)
-                )
+                and keeps(states, factor.operands)
             ]
         if not found:
             return joint_of(op, parts, self.batch_size)
-        best = min(found, key=lambda f: _num_cut(states, f.operands))
+        best = min(found, key=lambda f: num_cut(states, f.operands))
         return best, parts_of(best.operands, number), parts_of(best.results, number)
 
     def cut_broadcasts(self) -> None:
@@ -266,11 +261,10 @@ class Flow:
             culprit.update(dict.fromkeys(op.results, source))
         return None
 
-    @cached_property
-    def phases(self) -> Phases:
+    def phases(self, sums_stay_apart: bool) -> Phases:
         """What runs before, in and behind the loop."""
         operators = self.graph.blocks[0].operators
-        updates = updates_of(operators) if self.sums_stay_apart else frozenset[int]()
+        updates = updates_of(operators) if sums_stay_apart else frozenset[int]()
         in_loop = self.loop_operators()
 
         def may_follow(op: Operator) -> bool:
@@ -278,7 +272,7 @@ class Flow:
             reads = [(self.state_of(t), t) for t in tensors_of(op.operands)]
             if any(state > REPLICATED for state, _ in reads):
                 return False
-            if self.sums_stay_apart and op.kind in ("add", "add_any"):
+            if sums_stay_apart and op.kind in ("add", "add_any"):
                 return True
             if op.index in updates:
                 return True
@@ -324,8 +318,13 @@ def _shifted(part: Part, extra: int) -> Part:
     return (state + extra, number) if state >= 0 else part
 
 
-def _num_cut(states: Sequence[State], wanted: Sequence[State]) -> int:
-    return sum(
-        has == REPLICATED and state != REPLICATED
-        for has, state in zip(states, wanted, strict=True)
-    )
+def keeps(states: Sequence[State], wanted: Sequence[State]) -> bool:
+    """Whether what is cut or pending is wanted so; what is whole can be cut."""
+    pairs = zip(states, wanted, strict=True)
+    return all(has in (REPLICATED, state) for has, state in pairs)
+
+
+def num_cut(states: Sequence[State], wanted: Sequence[State]) -> int:
+    """How many whole values must be cut."""
+    pairs = zip(states, wanted, strict=True)
+    return sum(has == REPLICATED != state for has, state in pairs)

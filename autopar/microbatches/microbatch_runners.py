@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -87,10 +87,15 @@ class MicrobatchRunner(RetracingRunner):
     """Runs blocks on one microbatch; whole values are cut where a reader needs it."""
 
     def __init__(
-        self, graph: OpGraph, split: Flow, whole: dict[int, Any], counter: jax.Array
+        self,
+        split: Flow,
+        num_microbatches: int,
+        whole: Mapping[int, Any],
+        counter: jax.Array,
     ) -> None:
-        super().__init__(graph)
-        self.split, self.whole, self.counter = split, whole, counter
+        super().__init__(split.graph)
+        self.split, self.num_microbatches = split, num_microbatches
+        self.whole, self.counter = whole, counter
         self.cut: dict[tuple[int, Part], Any] = {}
 
     def write(self, tensor: int, value: Any) -> None:
@@ -112,8 +117,8 @@ class MicrobatchRunner(RetracingRunner):
                 found = jnp.where(self.counter == 0, value, zeros)
             else:
                 grain = value.shape[state] // number
-                num_parts = self.split.num_microbatches
-                found = part_of(value, state, self.counter, num_parts, grain)
+                asked = state, self.counter, self.num_microbatches, grain
+                found = part_of(value, *asked)
             self.cut[tensor, part] = found
         return self.cut[tensor, part]
 
@@ -137,7 +142,7 @@ class MicrobatchRunner(RetracingRunner):
         ]
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        factor, number = self.split.factor[op.index], self.split.num_microbatches
+        factor, number = self.split.factor[op.index], self.num_microbatches
         with equation_context(op.eqn), user_context(op.eqn):
             if factor.name == JOINED:
                 return bind_joint(op, operands, factor.operands[0], number)

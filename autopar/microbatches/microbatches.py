@@ -96,14 +96,14 @@ class MicrobatchedStep:
         `whole` are the values that are the same for all, by tensor, `parts` this
         microbatch of each batch tensor, and `before` operators to run first.
         """
-        operators = [*before, *self.phases.loop]
+        operators, number = [*before, *self.phases.loop], self.num_microbatches
         if self.split is None:
             runner = WholeRunner(self.graph)
             runner.values.update({**whole, **parts})
             runner.run_operators(operators)
             reduced = [self._share(runner.values[e.tensor], e) for e in self.reduced]
         else:
-            runner = MicrobatchRunner(self.graph, self.split, whole, counter)
+            runner = MicrobatchRunner(self.split, number, whole, counter)
             runner.values.update(parts)
             runner.run_operators(operators)
             reduced = [runner.read(e.tensor, (e.state, 1)) for e in self.reduced]
@@ -123,26 +123,41 @@ def exact_step(
     *,
     sums_stay_apart: bool = False,
 ) -> MicrobatchedStep:
-    """The step whose values are those of the whole batch; as `split_microbatches`."""
-    split = split_microbatches(
-        graph, batch, num_microbatches, sums_stay_apart=sums_stay_apart
-    )
+    """The step in microbatches of dim 0 of its `batch` tensors, with the same values.
+
+    Reduced values that flow back into work on examples (a mask's token count) are
+    computed before the loop on the whole batch when that takes no product.
+
+    Raises:
+      ValueError: a size of the batch arguments is not divisible.
+      BatchCoupledError: heavy work needs a value of the whole batch.
+    """
+    batch_size = batch_size_of(graph, batch, num_microbatches)
+    hoisted: set[int] = set()
+    while True:
+        split = Flow(graph, batch_size, hoisted)
+        split.run(batch)
+        coupled = split.first_coupling()
+        if coupled is None:
+            break
+        reader, tensor = coupled
+        chain = leading_to([tensor], graph.blocks[0].operators)
+        is_heavy = any(holds_heavy_work(graph, op) for op in chain)
+        if is_heavy or hoisted.issuperset(op.index for op in chain):
+            raise BatchCoupledError(_coupling(graph, reader, tensor, batch))
+        hoisted.update(op.index for op in chain)
+    phases = split.phases(sums_stay_apart)
     reduced, joined = list[Leaving](), list[Leaving]()
-    for tensor in leaving_tensors(graph, split.phases):
+    for tensor in leaving_tensors(graph, phases):
         state, number = split.part[tensor]
         if state >= 0:
             size = graph.tensors[tensor].type.shape[state]
             joined.append(Leaving(tensor, state, size // number))
         else:
             reduced.append(Leaving(tensor, SUM if state == REPLICATED else state))
+    kinds = tuple(reduced), tuple(joined)
     return MicrobatchedStep(
-        graph,
-        tuple(batch),
-        num_microbatches,
-        split.phases,
-        tuple(reduced),
-        tuple(joined),
-        split,
+        graph, tuple(batch), num_microbatches, phases, *kinds, split
     )
 
 
@@ -152,40 +167,6 @@ def leaving_tensors(graph: OpGraph, phases: Phases) -> list[int]:
     read = [t for op in phases.behind for t in tensors_of(op.operands)]
     read.extend(tensors_of(graph.blocks[0].outputs))
     return [t for t in dict.fromkeys(read) if t in made]
-
-
-def split_microbatches(
-    graph: OpGraph,
-    batch: Sequence[int],
-    num_microbatches: int,
-    *,
-    sums_stay_apart: bool = False,
-) -> Flow:
-    """Cut the step into `num_microbatches` parts along dim 0 of the `batch` tensors.
-
-    Reduced values that flow back into work on examples (a mask's token count) are
-    computed before the loop on the whole batch when that takes no product. With
-    `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
-    of a tied parameter may belong to different stages.
-
-    Raises:
-      ValueError: a size of the batch arguments is not divisible.
-      BatchCoupledError: heavy work needs a value of the whole batch.
-    """
-    batch_size = batch_size_of(graph, batch, num_microbatches)
-    hoisted: set[int] = set()
-    while True:
-        flow = Flow(graph, num_microbatches, batch_size, sums_stay_apart, hoisted)
-        flow.run(batch)
-        coupled = flow.first_coupling()
-        if coupled is None:
-            return flow
-        reader, tensor = coupled
-        chain = leading_to([tensor], graph.blocks[0].operators)
-        is_heavy = any(holds_heavy_work(graph, op) for op in chain)
-        if is_heavy or hoisted.issuperset(op.index for op in chain):
-            raise BatchCoupledError(_coupling(graph, reader, tensor, batch))
-        hoisted.update(op.index for op in chain)
 
 
 def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:

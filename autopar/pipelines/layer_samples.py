@@ -9,7 +9,6 @@ and the step is cut for each number.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -112,14 +111,18 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
 
 
 def trace_layer(
-    cut: CutPrograms, program: CutProgram, split: Flow, host: Collection[str]
+    cut: CutPrograms,
+    program: CutProgram,
+    split: Flow,
+    number: int,
+    host: Collection[str],
 ) -> OpGraph:
     """The graph of a microbatch of a program, whose own graph is of the whole batch."""
     names, whole = (*program.taken, COUNTER), cut.parts.microbatch
 
     def task(*values: Any) -> list[Any]:
         given = dict(zip(names, values, strict=True))
-        runner = MicrobatchRunner(whole, split, {}, given[COUNTER])
+        runner = MicrobatchRunner(split, number, {}, given[COUNTER])
 
         def value_of(name: str, operand: Operand) -> Any:
             if isinstance(operand, Constant):
@@ -137,7 +140,7 @@ def trace_layer(
         shape = list(kind.shape)
         state = split.state_of(operand)
         if state >= 0:
-            shape[state] //= split.num_microbatches
+            shape[state] //= number
         return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
 
     task.__name__ = f"{program.kind}_{program.stage}"
@@ -145,7 +148,7 @@ def trace_layer(
     structs.append(jax.ShapeDtypeStruct((), jnp.uint32))
     ties = (*program.ties(cut.slots), None)
     part = graph_of(task, structs, names, list(program.outputs), ties)
-    return cut.with_roles(part, host, split.num_microbatches)
+    return cut.with_roles(part, host, number)
 
 
 PLAN_GAP = 0.02
@@ -233,9 +236,8 @@ class LayerSample:
             if self.split is None:
                 found = self.cut.graph_of(self.joint, self.demands.host)
             else:
-                split = copy(self.split)
-                split.num_microbatches = number
-                found = trace_layer(self.cut, self.joint, split, self.demands.host)
+                asked = self.split, number, self.demands.host
+                found = trace_layer(self.cut, self.joint, *asked)
             self.graphs[number] = found
         return self.graphs[number]
 
