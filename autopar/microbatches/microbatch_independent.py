@@ -258,12 +258,12 @@ class _Flow:
 
 def _check_updates(flow: _Flow, roles: Roles) -> None:
     """Refuse a state whose next value the rules above would get wrong."""
+    if flow.updates:
+        return
     graph = flow.graph
     for each, output in zip(graph.inputs, roles.next_output, strict=False):
         operand = None if output is None else graph.outputs[output]
-        if operand not in flow.of_batch or operand in flow.extremes:
-            continue
-        if not flow.updates:
+        if operand in flow.of_batch - flow.extremes:
             raise ValueError(
                 f"Independent microbatches need gradients that jax.grad (or vjp) made, "
                 f"to tell the update from what is averaged, but {each.path} is updated "

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..errors import FallbackWarning
+from ..frontend.retracing import WholeRunner
 from ..graph.op_graph import Block, Operator
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from .extremes import JOINS, start_of
-from .microbatch_runners import WholeRunner, join_parts, part_of
+from .microbatch_runners import join_parts, part_of
 from .microbatches import MicrobatchedStep
 
 

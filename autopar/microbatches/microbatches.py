@@ -29,12 +29,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..frontend.retracing import WholeRunner
 from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.work import holds_heavy_work
 from ..sharding.spec import REPLICATED, SUM, State
 from .microbatch_flow import Flow, Phases
-from .microbatch_runners import MicrobatchRunner, WholeRunner
+from .microbatch_runners import MicrobatchRunner
 
 
 class BatchCoupledError(ValueError):

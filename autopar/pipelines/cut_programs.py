@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ..frontend.retracing import RetracingRunner, WholeRunner
 from ..graph.blocks import as_array
 from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import (
@@ -23,7 +24,6 @@ from ..graph.op_graph import (
 )
 from ..lowering.programs import Slot, SlotKind
 from ..microbatches.extremes import JOINS
-from ..microbatches.microbatch_runners import RetracingRunner, WholeRunner
 from ..plans.plan import TaskKind
 from ..sharding.spec import SUM, State
 from .stage_cut import StageCut, made_again

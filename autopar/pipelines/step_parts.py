@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import networkx
 
 from ..frontend.dead_code import dead_code_eliminated
+from ..frontend.retracing import WholeRunner
 from ..graph.blocks import as_array
 from ..graph.build_graph import COND, SCAN, WHILE, build_graph
 from ..graph.dependencies import leading_to, made_from, read_by, tensors_of
@@ -35,7 +36,6 @@ from ..jax_compat import (
     with_jaxprs,
     with_scan_counts,
 )
-from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatches import MicrobatchedStep
 from ..sharding.spec import State
 

@@ -16,13 +16,13 @@ from ..attention.fused_attention import why_not_fused
 from ..attention.rule import bind_backward, bind_forward
 from ..costs.memory import family_of
 from ..errors import FallbackWarning
+from ..frontend.retracing import WholeRunner
 from ..frontend.tracing import trace
 from ..graph.blocks import as_array
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..microbatches.microbatch_runners import WholeRunner
 from .whole_step import roles_of
 
 

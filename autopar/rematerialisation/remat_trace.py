@@ -17,12 +17,12 @@ from typing import Any
 import jax
 from jax import lax
 
+from ..frontend.retracing import WholeRunner
 from ..graph.blocks import as_array
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.phases import Phases, stacked_results
 from ..graph.traced_function import TracedFunction
-from ..microbatches.microbatch_runners import WholeRunner
 from .recompute_sets import Group, RecomputeSets, ScanGroup
 
 SCOPE = "rematerialised"

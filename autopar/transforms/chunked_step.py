@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..frontend.dead_code import dead_code_eliminated
+from ..frontend.retracing import WholeRunner
 from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to
@@ -24,7 +25,6 @@ from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..jax_compat import equation_context, user_context
 from ..microbatches.extremes import JOINS
-from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Shard, bind_shard, is_inexact
 from ..sharding.pins import spellings
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim
@@ -200,6 +200,15 @@ class ChunkRunner(WholeRunner):
             and outer not in self.flow.examples
         }
         makers = light_makers(body, sliced) if sliced else {}
+
+        def make(wanted: int, *given: Any) -> Any:
+            """One layer's tensor from the slices of its parameters."""
+            runner = WholeRunner(self.graph)
+            runner.values.update(zip(sliced, given, strict=True))
+            operators = [*dict.fromkeys(makers.values())]
+            runner.run_operators(leading_to([wanted], operators))
+            return runner.values[wanted]
+
         for output, result in zip(
             body.outputs[num_carry:], op.results[num_carry:], strict=True
         ):
@@ -208,25 +217,10 @@ class ChunkRunner(WholeRunner):
             if output in sliced:
                 self.chunks[result] = sliced[output]
             elif output in makers:
-                make = functools.partial(self.make_slice, makers, sliced, output)
                 self.chunks[result] = tuple(
-                    jax.vmap(make)(*given)
+                    jax.vmap(functools.partial(make, output))(*given)
                     for given in zip(*sliced.values(), strict=True)
                 )
-
-    def make_slice(
-        self,
-        makers: Mapping[int, Operator],
-        sliced: Iterable[int],
-        wanted: int,
-        *given: Any,
-    ) -> Any:
-        """One layer's tensor from the slices of its parameters."""
-        runner = WholeRunner(self.graph)
-        runner.values.update(zip(sliced, given, strict=True))
-        operators = {op.index: op for op in makers.values()}
-        runner.run_operators(leading_to([wanted], [*operators.values()]))
-        return runner.values[wanted]
 
 
 def _slices(whole: jax.Array, cut: Cut) -> tuple[jax.Array, ...]:
@@ -291,7 +285,7 @@ class ChunkedStep:
     def chunks_by_path(self, whole: TracedFunction) -> dict[str, tuple[str, ...]]:
         """The paths of the chunks of each leaf of `whole`, the original step."""
         chunks = iter(self.traced.input_paths)
-        counts = (1 if each is None else len(each) for each in self.input_lengths)
+        counts = map(_num_chunks, self.input_lengths)
         return {
             path: tuple(itertools.islice(chunks, count))
             for path, count in zip(whole.input_paths, counts, strict=True)
@@ -407,13 +401,14 @@ def _chunked_roles(
     inputs: Sequence[Lengths | None],
     outputs: Sequence[Lengths | None],
 ) -> Roles:
-    first, position = [], 0
-    for rows in outputs:
-        first.append(position)
-        position += len(rows) if rows else 1
+    first = [0, *itertools.accumulate(map(_num_chunks, outputs))]
     found, next_output = [], []
     for rows, role, output in zip(inputs, roles.roles, roles.next_output, strict=True):
-        for chunk in range(len(rows) if rows else 1):
+        for chunk in range(_num_chunks(rows)):
             found.append(role)
             next_output.append(None if output is None else first[output] + chunk)
     return Roles(tuple(found), tuple(next_output), roles.notes)
+
+
+def _num_chunks(rows: Lengths | None) -> int:
+    return 1 if rows is None else len(rows)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ..frontend.retracing import WholeRunner
 from ..graph.build_graph import SCAN, build_graph
 from ..graph.dependencies import leading_to, made_from, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
-from ..microbatches.microbatch_runners import WholeRunner
 
 
 def with_counts_apart(

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..frontend.retracing import WholeRunner
 from ..graph.blocks import as_array
 from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Factor, Shard, rule_of
 from ..sharding.spec import Spec
 from .padded_factors import (

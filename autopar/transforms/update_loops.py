@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from ..frontend.retracing import WholeRunner
 from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN, WHILE
 from ..graph.dependencies import made_from
@@ -22,7 +23,6 @@ from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from ..jax_compat import abstract_value
-from ..microbatches.microbatch_runners import WholeRunner
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
