@@ -96,7 +96,8 @@ class Flow:
             late = [t for t in reads if t in self.behind]
             if late or not self.run_split(op):
                 sums = [t for t in reads if self.state_of(t) < REPLICATED]
-                if any(self.state_of(t) >= 0 for t in reads):  # it, or a source
+                is_cut = any(self.state_of(t) >= 0 for t in reads)
+                if is_cut and op.results:  # it needs all examples, or a source does
                     self.couplings[op.index] = op, [*late, *sums, *op.results][0]
                 self.once.add(op.index)
                 self.set_whole(op)
