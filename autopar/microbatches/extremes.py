@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..graph.op_graph import Constant, Operator, TensorType
-from ..rules.base import Factor, factors_of, greatest, is_inexact, least
+from ..rules.base import Factor, factors_of, is_inexact, neutral
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
 JOINS = {SUM: lax.add, MAX: lax.max, MIN: lax.min}
@@ -33,9 +33,7 @@ _MOVING = frozenset(
 
 def start_of(reduction: State, shape: Sequence[int], dtype: Any) -> jax.Array:
     """What a loop begins with: it changes no sum, maximum or minimum."""
-    if reduction == SUM:
-        return jnp.zeros(shape, dtype)
-    return jnp.full(shape, (least if reduction == MAX else greatest)(dtype), dtype)
+    return jnp.full(shape, neutral(reduction, dtype), dtype)
 
 
 def microbatch_factors(op: Operator) -> tuple[Factor, ...]:

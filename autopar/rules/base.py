@@ -23,7 +23,7 @@ from jax import lax
 from ..graph.op_graph import Constant, Operator, TensorType
 from ..jax_compat import bind
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
+from ..sharding.spec import MAX, REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
 from .host_calls import HostCalls
 
 
@@ -347,18 +347,20 @@ def is_inexact(kind: TensorType) -> bool:
     return bool(jnp.issubdtype(kind.dtype, jnp.inexact))
 
 
-def least(dtype: Any) -> Any:
-    """What no element is below: a maximum with it changes nothing."""
+def neutral(reduction: State, dtype: Any) -> Any:
+    """What changes no sum, maximum or minimum."""
+    if reduction == SUM:
+        return 0
+    is_least = reduction == MAX
+    if dtype == np.bool_:
+        return not is_least
     if not jnp.issubdtype(dtype, jnp.floating):
-        return False if dtype == np.bool_ else jnp.iinfo(dtype).min
-    return -jnp.inf if np.isinf(np.array(-jnp.inf, dtype)) else jnp.finfo(dtype).min
-
-
-def greatest(dtype: Any) -> Any:
-    """What no element is above: a minimum with it changes nothing."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return True if dtype == np.bool_ else jnp.iinfo(dtype).max
-    return jnp.inf if np.isinf(np.array(jnp.inf, dtype)) else jnp.finfo(dtype).max
+        limits = jnp.iinfo(dtype)
+    elif np.isinf(np.array(jnp.inf, dtype)):
+        return -jnp.inf if is_least else jnp.inf
+    else:
+        limits = jnp.finfo(dtype)
+    return limits.min if is_least else limits.max
 
 
 def pending_sums(op: Operator, *groups: Sequence[int]) -> list[Factor]:

@@ -23,10 +23,9 @@ from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..rules.base import Factor, Shard, rule_of
-from ..sharding.spec import Spec
+from ..rules.base import Factor, Shard, neutral, rule_of
+from ..sharding.spec import Spec, State
 from .padded_factors import (
-    Neutral,
     PaddedFactor,
     Shape,
     padding_factors,
@@ -177,23 +176,20 @@ class _PaddedRunner(WholeRunner):
         self, op: Operator, factors: Sequence[PaddedFactor], operands: list[Any]
     ) -> None:
         """Replaces operands that are reduced along padded dims."""
-        reduced: dict[int, list[int]] = {}
-        neutral: Neutral | None = None  # all factors of an operator have the same
+        reduced: dict[tuple[int, State], list[int]] = {}
         for each in factors:
-            own = each.neutral()
-            for position, dim in each.reduced_dims(op).items() if own else ():
-                neutral = own
-                reduced.setdefault(position, []).append(dim)
-        for position, dims in reduced.items():
+            for position, dim in each.reduced_dims(op).items():
+                reduced.setdefault((position, each.reduction), []).append(dim)
+        for (position, reduction), dims in reduced.items():
             tensor, value = op.operands[position], operands[position]
-            assert isinstance(tensor, int) and neutral is not None, op.name
-            operands[position] = self.masked(tensor, value, dims, neutral)
+            assert isinstance(tensor, int), op.name
+            operands[position] = self.masked(tensor, value, dims, reduction)
 
     def masked(
-        self, tensor: int, value: Any, dims: Sequence[int], neutral: Neutral
+        self, tensor: int, value: Any, dims: Sequence[int], reduction: State
     ) -> Any:
         """A value with what changes nothing as padding along `dims`."""
-        number = np.asarray(neutral(value.dtype), value.dtype)
+        number = np.asarray(neutral(reduction, value.dtype), value.dtype)
         if tensor in self.zero and not number:
             return value
         copies, key = self.copies[tensor], (value.shape, tuple(dims), number.item())
