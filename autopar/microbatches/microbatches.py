@@ -28,12 +28,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..frontend.retracing import WholeRunner
 from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.work import holds_heavy_work
-from ..sharding.spec import REPLICATED, SUM, State
+from ..sharding.spec import MAX, REPLICATED, SUM, State
 from .microbatch_flow import Flow, Phases
 from .microbatch_runners import MicrobatchRunner
 
@@ -150,12 +151,13 @@ def exact_step(
     phases = split.phases(sums_stay_apart)
     reduced, joined = list[Leaving](), list[Leaving]()
     for tensor in leaving_tensors(graph, phases):
-        state, number = split.part[tensor]
+        (state, number), kind = split.part[tensor], graph.tensors[tensor].type
         if state >= 0:
-            size = graph.tensors[tensor].type.shape[state]
-            joined.append(Leaving(tensor, state, size // number))
-        else:
-            reduced.append(Leaving(tensor, SUM if state == REPLICATED else state))
+            joined.append(Leaving(tensor, state, kind.shape[state] // number))
+            continue
+        if state == REPLICATED:  # each microbatch has the same: flags have no sum
+            state = MAX if kind.dtype == np.bool_ else SUM
+        reduced.append(Leaving(tensor, state))
     kinds = tuple(reduced), tuple(joined)
     return MicrobatchedStep(
         graph, tuple(batch), num_microbatches, phases, *kinds, split
