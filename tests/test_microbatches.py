@@ -73,6 +73,45 @@ def test_outputs_for_each_example_keep_their_order():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_callback_sees_the_examples_of_all_microbatches_at_once():
+    seen: list[tuple[int, ...]] = []
+
+    def step(w, x):
+        def loss(w):
+            y = jnp.tanh(x @ w)
+            jax.debug.callback(lambda each: seen.append(each.shape), y.sum(1))
+            return jnp.square(y).mean()
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    cut = parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1)
+    jax.block_until_ready(cut(jnp.ones((8, 4)), x))
+    jax.effects_barrier()
+    assert seen == [(16,)]
+
+
+def test_a_flag_that_a_loop_carries_beside_examples_is_returned():
+    def step(w, x, flag):
+        def layer(carry, w):
+            flag, y = carry
+            return (~flag, jnp.tanh(y @ w)), None
+
+        def loss(w):
+            (after, y), _ = jax.lax.scan(layer, (flag, x), w)
+            return jnp.square(y).mean(), after
+
+        (value, after), grad = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grad, value, after
+
+    keys = jax.random.split(jax.random.key(0))
+    w = jax.random.normal(keys[0], (2, 8, 8)) / 3
+    x = jax.random.normal(keys[1], (16, 8))
+    cut = parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1)
+    run_as_planned(cut, w, x, jnp.array(True))
+
+
 def test_rows_chosen_by_position_along_the_batch_are_not_cut():
     def step(w, x):
         shuffled = x[::-1] + jnp.arange(x.shape[0])[:, None]

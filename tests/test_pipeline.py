@@ -230,7 +230,7 @@ def test_bad_options_name_rule_value_and_remedy(options: Any, message: str):
         (dict(num_stages=16), "16 submeshes and 8 devices; use at most num_stages=8"),
         (
             dict(num_stages=3, stage_products=(1, 1, 1)),
-            "cannot be to 3 submeshes; say how with `stage_meshes`, such as \[",
+            r"cannot be to 3 submeshes; say how with `stage_meshes`, such as \[",
         ),
         (dict(num_stages=2, stage_meshes=["x:8", "x:2"]), "need 10 and there are 8"),
         (dict(num_stages=2, num_microbatches=3), "but got 3; use 2 or 4"),

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..graph.dependencies import read_by, tensors_of
+from ..graph.dependencies import made_from, read_by, tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, TensorType
 from ..rules.base import factors_of
 from ..rules.elementwise import NARY, UNARY
@@ -133,10 +133,7 @@ def region_of(flow: BlockFlow, first: Operator) -> Region:
         raise NotAttention(why)
     seed = seeds[1] if len(seeds) == 2 else None
     ordered = sorted(operators.values(), key=lambda op: flow.position[op.index])
-    of_seed = {*seed.results} if seed else set[int]()
-    for op in ordered:
-        if not of_seed.isdisjoint(tensors_of(op.operands)):
-            of_seed.update(op.results)
+    of_seed = made_from(seed.results if seed else (), ordered)
     return Region(
         first,
         seed,

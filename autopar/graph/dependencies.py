@@ -32,6 +32,15 @@ def leading_to(
     return tuple(reversed(found))
 
 
+def made_from(tensors: Iterable[int], operators: Iterable[Operator]) -> set[int]:
+    """The tensors, and all results of what reads them, in executed order."""
+    found = set(tensors)
+    for op in operators:
+        if not found.isdisjoint(tensors_of(op.operands)):
+            found.update(op.results)
+    return found
+
+
 def updates_of(operators: Iterable[Operator]) -> frozenset[int]:
     """Indices of what is done with gradients, but for their casts and derivatives."""
     gradients, updated, found = set[int](), set[int](), set[int]()

@@ -21,7 +21,7 @@ from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.paired_operators import companions
 from ..jax_compat import NO_MESH, equation_context
 from ..plans.plan import ShardingPlan
-from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
+from ..rules.base import Shard, bind_shard, factors_of
 from ..rules.host_calls import HostCalls
 from ..sharding.spec import Spec
 from .collectives import apply_step
@@ -148,10 +148,8 @@ class _ShardRunner(BlockRunner):
             host_calls=self.host_calls,
             is_of_program=True,
         )
-        rule = rule_of(op)
-        bind = rule.bind if rule is not None else bind_unchanged
         with equation_context(op.eqn):
-            return bind(op, operands, shard)
+            return bind_shard(op, operands, shard)
 
 
 def _rank(graph: OpGraph, operand: Operand) -> int:

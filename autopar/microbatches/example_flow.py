@@ -8,10 +8,11 @@ from math import gcd
 
 from ..costs.compute import total_flops
 from ..graph.build_graph import SCAN, STRUCTURED
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import made_from, tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.work import holds_heavy_work, is_heavy_operator
 from ..sharding.spec import REPLICATED, SUM, State
+from .joined_batches import WHOLE, Part
 from .microbatch_flow import Flow
 
 
@@ -29,24 +30,24 @@ class ExampleFlow(Flow):
     def of(cls, graph: OpGraph, batch: Sequence[int]) -> ExampleFlow:
         """The flow of the examples along dim 0 of the `batch` inputs."""
         size = gcd(*(graph.tensors[tensor].type.shape[0] for tensor in batch)) or 1
-        flow = cls(graph, 1, size, sums_stay_apart=False, hoisted=set())
+        flow = cls(graph, size)
         flow.run(batch)
         return flow
 
     def run_split(self, op: Operator) -> bool:
         if not super().run_split(op):
             for tensor in tensors_of(op.operands):
-                if self.state[tensor] < REPLICATED:
-                    self.state[tensor] = REPLICATED
+                if self.state_of(tensor) < REPLICATED:
+                    self.part[tensor] = WHOLE
             if not super().run_split(op):
                 self.set_whole(op)
         return True
 
-    def write(self, tensor: int, state: State, copies: int) -> None:
-        super().write(tensor, state, copies)
+    def write(self, tensor: int, part: Part) -> None:
+        super().write(tensor, part)
         self.reduced.pop(tensor, None)
-        if state < REPLICATED:
-            self.reduced[tensor] = state
+        if part[0] < REPLICATED:
+            self.reduced[tensor] = part[0]
 
     def heavy_flops(self) -> float:
         """The flops of products that examples share among them."""
@@ -70,7 +71,7 @@ class ExampleFlow(Flow):
             if not known.isdisjoint(tensors_of(op.operands)):
                 known.update(t for t in op.results if not tensors[t].type.rank)
         found = tensors_of(results)
-        return any(t in known or self.state[t] != REPLICATED for t in found)
+        return any(t in known or self.part[t] != WHOLE for t in found)
 
     def is_of_weights(self, batch: Sequence[int]) -> bool:
         """Whether forward work uses dim 0 of the `batch` inputs as that of weights.
@@ -78,15 +79,13 @@ class ExampleFlow(Flow):
         A product of examples sums over their dim only with the same examples, or what
         is made of them, and a loop does not multiply them with what it carries.
         """
-        made = set(batch)
-        for op in self.graph.blocks[0].operators:
-            reads = tensors_of(op.operands)
-            if "transpose(" not in op.name:
-                if self._sums_over_weights(op, made) or self._carries_through(op):
-                    return True
-            if not made.isdisjoint(reads):
-                made.update(op.results)
-        return False
+        operators = self.graph.blocks[0].operators
+        made = made_from(batch, operators)
+        return any(
+            self._sums_over_weights(op, made) or self._carries_through(op)
+            for op in operators
+            if "transpose(" not in op.name
+        )
 
     def _sums_over_weights(self, op: Operator, made: set[int]) -> bool:
         """Whether a product sums over the dim in one operand alone.
@@ -112,20 +111,14 @@ class ExampleFlow(Flow):
         first = op.params["num_consts"]
         last = first + op.params["num_carry"]
         block = self.graph.blocks[op.bodies[0]]
-        carried = set(block.inputs[first:last])
-        sliced = {
-            inner
-            for outer, inner in zip(
-                op.operands[last:], block.inputs[last:], strict=True
-            )
-            if self.state_of(outer) == 0
-        }
-        for inner in block.operators:
-            reads = tensors_of(inner.operands)
-            if holds_heavy_work(self.graph, inner) and not inner.bodies:
-                if not (carried.isdisjoint(reads) or sliced.isdisjoint(reads)):
-                    return True
-            for reached in (carried, sliced):
-                if not reached.isdisjoint(reads):
-                    reached.update(inner.results)
-        return False
+        carried = made_from(block.inputs[first:last], block.operators)
+        pairs = zip(op.operands[last:], block.inputs[last:], strict=True)
+        examples = (inner for outer, inner in pairs if self.state_of(outer) == 0)
+        sliced = made_from(examples, block.operators)
+        return any(
+            holds_heavy_work(self.graph, inner)
+            and not inner.bodies
+            and not carried.isdisjoint(tensors_of(inner.operands))
+            and not sliced.isdisjoint(tensors_of(inner.operands))
+            for inner in block.operators
+        )

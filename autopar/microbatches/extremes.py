@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..graph.op_graph import Constant, Operator, TensorType
-from ..rules.base import Factor, factors_of, is_inexact
+from ..rules.base import Factor, factors_of, is_inexact, neutral
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
 JOINS = {SUM: lax.add, MAX: lax.max, MIN: lax.min}
@@ -33,22 +33,7 @@ _MOVING = frozenset(
 
 def start_of(reduction: State, shape: Sequence[int], dtype: Any) -> jax.Array:
     """What a loop begins with: it changes no sum, maximum or minimum."""
-    if reduction == SUM:
-        return jnp.zeros(shape, dtype)
-    return jnp.full(shape, _last(dtype, is_least=reduction == MAX), dtype)
-
-
-def _last(dtype: Any, is_least: bool) -> Any:
-    if dtype == np.bool_:
-        return not is_least
-    if jnp.issubdtype(dtype, jnp.floating):
-        infinite = np.asarray(-np.inf if is_least else np.inf).astype(dtype)
-        if np.isinf(infinite.astype(np.float64)):
-            return infinite
-        limits: Any = jnp.finfo(dtype)
-    else:
-        limits = jnp.iinfo(dtype)
-    return limits.min if is_least else limits.max
+    return jnp.full(shape, neutral(reduction, dtype), dtype)
 
 
 def microbatch_factors(op: Operator) -> tuple[Factor, ...]:

@@ -20,7 +20,7 @@ once. Random keys are the same in every microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -31,14 +31,13 @@ import jax.numpy as jnp
 
 from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph, tensor_type
-from ..graph.dependencies import tensors_of, updates_of
+from ..graph.dependencies import made_from, read_by, tensors_of, updates_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..option_values import MicrobatchSemantics
 from ..sharding.spec import MAX, MIN, SUM, State
 from .example_flow import ExampleFlow
 from .microbatch_flow import Phases
-from .microbatch_runners import WholeRunner
 from .microbatches import (
     BatchCoupledError,
     Leaving,
@@ -46,7 +45,6 @@ from .microbatches import (
     batch_size_of,
     exact_step,
     leaving_tensors,
-    split_microbatches,
 )
 
 _DIFFERENTIATED = ("jvp(", "transpose(")  # name scopes that jax.grad leaves
@@ -73,85 +71,29 @@ def microbatched(
       BatchCoupledError: the step cannot be cut so.
     """
     if semantics == "exact":
-        split = split_microbatches(
+        return exact_step(
             graph, batch, num_microbatches, sums_stay_apart=sums_stay_apart
         )
-        return exact_step(graph, batch, split)
-    return independent_step(
-        trace_part,
-        graph,
-        roles,
-        batch,
-        num_microbatches,
-        sums_stay_apart=sums_stay_apart,
-    )
-
-
-def independent_step(
-    trace_part: Callable[[], TracedFunction],
-    graph: OpGraph,
-    roles: Roles,
-    batch: Sequence[int],
-    num_microbatches: int,
-    *,
-    sums_stay_apart: bool = False,
-) -> MicrobatchedStep:
-    """A step as independent microbatches; `trace_part` traces it for one of them.
-
-    `batch` are the inputs of `graph`, that of the whole batch, that are cut along dim
-    0. With `sums_stay_apart`, gradients are not added to each other in the loop.
-
-    Raises:
-      ValueError: the batch size is not divisible, or a state is updated without
-        gradients that `jax.grad` made.
-      BatchCoupledError: a microbatch is traced to another program than the batch, or
-        returns a value that is neither one for the batch nor one for each example.
-    """
-    batch_size = batch_size_of(graph, batch, num_microbatches)
+    batch_size_of(graph, batch, num_microbatches)
     part = build_graph(trace_part(), roles)
     varying = _varying(graph, part, num_microbatches)
-    flow_of_whole = ExampleFlow.of(graph, batch)
-    extremes = _extremes(part, flow_of_whole, varying)
-    flow = _Flow(part, frozenset(batch), frozenset(varying), frozenset(extremes))
+    whole = ExampleFlow.of(graph, batch)
+    extremes = _extremes(part, whole, varying)
+    flow = _Flow(part, batch, frozenset(varying), frozenset(extremes), sums_stay_apart)
     _check_updates(flow, roles)
-    phases = flow.phases(sums_stay_apart)
-    read_behind = {t for op in phases.behind for t in tensors_of(op.operands)}
-    leaving = []
+    phases = flow.phases
+    reduced, joined = list[Leaving](), list[Leaving]()
     for tensor in leaving_tensors(part, phases):
-        each = Leaving(tensor)
         if tensor in varying:
-            each = _joined_parts(part, flow_of_whole, tensor, num_microbatches)
-        elif num_microbatches > 1:
-            if tensor in extremes:
-                each = Leaving(tensor, reduction=extremes[tensor])
-            else:
+            joined.append(_joined_parts(part, whole, tensor, num_microbatches))
+        else:
+            reduced.append(Leaving(tensor, extremes.get(tensor, SUM)))
+            if num_microbatches > 1 and tensor not in extremes:
                 _check_combined(part, tensor, roles)
-        assert each.dim is None or tensor not in read_behind
-        leaving.append(each)
-
-    def run_part(
-        whole: dict[int, Any],
-        parts: Mapping[int, Any],
-        counter: Any,
-        before: Sequence[Operator],
-    ) -> list[Any]:
-        del counter  # no microbatch knows its number
-        runner = WholeRunner(part)
-        runner.values.update({**whole, **parts})
-        runner.run_operators([*before, *phases.loop])
-        return [
-            _share(runner.values[each.tensor], each, num_microbatches)
-            for each in leaving
-        ]
-
+    read_behind = {*read_by(phases.behind)}
+    assert read_behind.isdisjoint(each.tensor for each in joined)
     return MicrobatchedStep(
-        part,
-        tuple(batch),
-        batch_size,
-        num_microbatches,
-        phases,
-        tuple(leaving),
-        run_part,
+        part, tuple(batch), num_microbatches, phases, tuple(reduced), tuple(joined)
     )
 
 
@@ -167,14 +109,6 @@ def _check_combined(part: OpGraph, tensor: int, roles: Roles) -> None:
             f"instead, write a count in the state as the old count + that of the "
             f"batch, or compute it from the gradients."
         )
-
-
-def _share(value: jax.Array, leaving: Leaving, num_microbatches: int) -> jax.Array:
-    """What a microbatch adds to the value of the step, or its part of it."""
-    is_mean = leaving.dim is None and leaving.reduction == SUM
-    if not is_mean or not jnp.issubdtype(value.dtype, jnp.inexact):
-        return value
-    return value / jnp.asarray(num_microbatches, value.dtype)
 
 
 def trace_microbatch(
@@ -267,10 +201,11 @@ def _joined_parts(
         d for d, pair in enumerate(zip(small, large, strict=True)) if len({*pair}) > 1
     ]
     if len(dims) == 1 and small[dims[0]] * num_microbatches == large[dims[0]]:
-        if whole.state[tensor] == dims[0]:
-            return Leaving(tensor, dims[0], whole.copies[tensor])
-        if large[dims[0]] == whole.batch_size:
-            return Leaving(tensor, dims[0])
+        (dim,), (state, number) = dims, whole.part[tensor]
+        if state == dim:
+            return Leaving(tensor, dim, large[dim] // number)
+        if large[dim] == whole.batch_size:
+            return Leaving(tensor, dim)
     raise BatchCoupledError(
         f"A step of independent microbatches may return one value for the batch or one "
         f"for each example, but {part.tensors[tensor].name!r} is {list(small)} for a "
@@ -283,45 +218,30 @@ class _Flow:
     """What of a microbatch's graph reads the batch, and what is done with gradients."""
 
     graph: OpGraph
-    batch: frozenset[int]
+    batch: Sequence[int]
     varying: frozenset[int]
     extremes: frozenset[int]
+    sums_stay_apart: bool
 
     @cached_property
-    def of_batch(self) -> frozenset[int]:
+    def of_batch(self) -> set[int]:
         """Tensors that depend on the batch."""
-        found = set(self.batch)
-        for op in self.graph.blocks[0].operators:
-            if not found.isdisjoint(tensors_of(op.operands)):
-                found.update(op.results)
-        return frozenset(found)
+        return made_from(self.batch, self.graph.blocks[0].operators)
 
     @cached_property
     def updates(self) -> frozenset[int]:
         """Operators on gradients, by index."""
         return updates_of(self.graph.blocks[0].operators)
 
-    def phases(self, sums_stay_apart: bool) -> Phases:
-        """What the loop needs comes before it, what is made of gradients behind."""
-        before: list[Operator] = []
-        loop: list[Operator] = []
-        behind: list[Operator] = []
-        needed: set[int] = set()
-        for op in reversed(self.graph.blocks[0].operators):
-            is_needed = not needed.isdisjoint(op.results)
-            if self.of_batch.isdisjoint(op.results):
-                (before if is_needed else behind).append(op)
-            elif not is_needed and self._is_update(op, sums_stay_apart):
-                behind.append(op)
-                continue
-            else:
-                loop.append(op)
-                is_needed = True
-            if is_needed:
-                needed.update(tensors_of(op.operands))
-        return Phases(*(tuple(reversed(part)) for part in (before, loop, behind)))
+    @property
+    def phases(self) -> Phases:
+        return Phases.of(
+            self.graph.blocks[0].operators,
+            lambda op: not self.of_batch.isdisjoint(op.results),
+            self.is_update,
+        )
 
-    def _is_update(self, op: Operator, sums_stay_apart: bool) -> bool:
+    def is_update(self, op: Operator) -> bool:
         """Whether an operator that the loop does not need may run on the means."""
         reads = tensors_of(op.operands)
         if not self.varying.isdisjoint([*reads, *op.results]):
@@ -329,7 +249,7 @@ class _Flow:
         if op.kind in ("add", "add_any"):
             # A count is added to once, and a tied parameter's gradients belong to
             # different stages.
-            if sums_stay_apart or not self.of_batch.issuperset(reads):
+            if self.sums_stay_apart or not self.of_batch.issuperset(reads):
                 return True
         if any(scope in op.name for scope in _DIFFERENTIATED):
             return False
@@ -338,12 +258,12 @@ class _Flow:
 
 def _check_updates(flow: _Flow, roles: Roles) -> None:
     """Refuse a state whose next value the rules above would get wrong."""
+    if flow.updates:
+        return
     graph = flow.graph
     for each, output in zip(graph.inputs, roles.next_output, strict=False):
         operand = None if output is None else graph.outputs[output]
-        if operand not in flow.of_batch or operand in flow.extremes:
-            continue
-        if not flow.updates:
+        if operand in flow.of_batch - flow.extremes:
             raise ValueError(
                 f"Independent microbatches need gradients that jax.grad (or vjp) made, "
                 f"to tell the update from what is averaged, but {each.path} is updated "

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..errors import FallbackWarning
-from ..graph.blocks import as_array
-from ..graph.op_graph import Operator
+from ..graph.op_graph import Block, Operator
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from .extremes import JOINS, start_of
-from .microbatch_runners import WholeRunner, join_parts, part_of
+from .microbatch_runners import join_parts, part_of
 from .microbatches import MicrobatchedStep
+from .retracing import WholeRunner
 
 
 def with_microbatch_loop(
@@ -35,24 +33,7 @@ def with_microbatch_loop(
     Warns if no product is in the loop.
     """
     _warn_of_whole_products(step)
-    if not step.phases.loop:
-        return traced
-
-    def run(*leaves: Any) -> list[Any]:
-        runner, outermost = WholeRunner(step.graph), step.graph.blocks[0]
-        runner.values.update(zip(outermost.inputs, leaves, strict=True))
-        runner.run_operators(step.phases.before)
-        _run_loop(step, runner.values)
-        runner.run_operators(step.phases.behind)
-        return runner.outputs(outermost)
-
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for v in traced.jaxpr.jaxpr.invars
-    ]
-    constants = [as_array(value) for value in traced.jaxpr.consts]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *constants))(*types)
-    return replace(traced, jaxpr=closed)
+    return _LoopRunner(step).retraced(traced) if step.phases.loop else traced
 
 
 def _warn_of_whole_products(step: MicrobatchedStep) -> None:
@@ -75,37 +56,44 @@ def _warn_of_whole_products(step: MicrobatchedStep) -> None:
     )
 
 
-def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:
-    """Scan over the microbatches; sums are carried, parts of outputs stacked."""
-    reduced = [each for each in step.leaving if each.dim is None]
-    joined = [each for each in step.leaving if each.dim is not None]
-    whole = {t: value for t, value in values.items() if t not in step.batch}
-    grains = {
-        tensor: (1, part.shape[0], step.num_microbatches, 1)
-        for tensor, part in step.part_types.items()
-    }
+class _LoopRunner(WholeRunner):
+    """Runs a step on its whole batch, with a loop over microbatches."""
 
-    def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
-        parts = {t: part_of(values[t], 0, counter, grains[t]) for t in step.batch}
-        found = step.run_part(whole, parts, counter, ())
-        by_tensor = {
-            each.tensor: value for each, value in zip(step.leaving, found, strict=True)
-        }
-        added = [
-            JOINS[each.reduction](total, by_tensor[each.tensor])
-            for total, each in zip(sums, reduced, strict=True)
-        ]
-        return added, [by_tensor[each.tensor] for each in joined]
+    def __init__(self, step: MicrobatchedStep) -> None:
+        super().__init__(step.graph)
+        self.step = step
 
-    starts = []
-    for each in reduced:
-        kind = step.graph.tensors[each.tensor].type
-        starts.append(start_of(each.reduction, kind.shape, kind.dtype))
-    counters = jnp.arange(step.num_microbatches, dtype=jnp.uint32)
-    sums, stacked = lax.scan(body, starts, counters)
-    values.update(zip((each.tensor for each in reduced), sums, strict=True))
-    for each, parts in zip(joined, stacked, strict=True):
-        assert each.dim is not None
-        size = parts.shape[each.dim + 1] * step.num_microbatches
-        grain = step.grain(size, each.copies)
-        values[each.tensor] = join_parts(parts, each.dim, grain)
+    def run_block(self, block: Block, inputs: Sequence[Any]) -> list[Any]:
+        if block.index:
+            return super().run_block(block, inputs)
+        self.values.update(zip(block.inputs, inputs, strict=True))
+        self.run_operators(self.step.phases.before)
+        self.run_loop()
+        self.run_operators(self.step.phases.behind)
+        return self.outputs(block)
+
+    def run_loop(self) -> None:
+        """Scan over the microbatches; sums are carried, parts of outputs stacked."""
+        step, number = self.step, self.step.num_microbatches
+        batch = {tensor: self.values[tensor] for tensor in step.batch}
+        whole = {t: value for t, value in self.values.items() if t not in batch}
+
+        def body(totals: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
+            parts = {t: part_of(x, 0, counter, number, 1) for t, x in batch.items()}
+            found, joined = step.run_part(whole, parts, counter)
+            added = [
+                JOINS[each.state](total, value)
+                for each, total, value in zip(step.reduced, totals, found, strict=True)
+            ]
+            return added, joined
+
+        starts = []
+        for each in step.reduced:
+            kind = self.graph.tensors[each.tensor].type
+            starts.append(start_of(each.state, kind.shape, kind.dtype))
+        counters = jnp.arange(number, dtype=jnp.uint32)
+        totals, stacked = lax.scan(body, starts, counters)
+        for each, total in zip(step.reduced, totals, strict=True):
+            self.values[each.tensor] = total
+        for each, parts in zip(step.joined, stacked, strict=True):
+            self.values[each.tensor] = join_parts(parts, each.state, each.grain)

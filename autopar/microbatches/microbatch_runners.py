@@ -1,83 +1,30 @@
-"""Run a graph's operators while a new function is traced: whole, or on a microbatch."""
+"""Run a graph's operators on one microbatch, while a new function is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..frontend.dead_code import dead_code_eliminated
-from ..graph.blocks import BlockRunner, as_array
-from ..graph.build_graph import PINS, STRUCTURED
-from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
-from ..graph.traced_function import TracedFunction
-from ..jax_compat import abstract_value, equation_context, user_context
-from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
-from ..sharding.mesh import MeshShape
-from ..sharding.ports import Site
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
-from .joined_batches import bind_joint
-from .microbatch_flow import Flow, Grain
-
-_AXIS = "microbatch"
+from ..graph.blocks import as_array
+from ..graph.op_graph import Block, Constant, Operand, Operator
+from ..jax_compat import equation_context, user_context
+from ..rules.base import Shard, bind_shard
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM
+from .joined_batches import JOINED, Part, bind_joint
+from .microbatch_flow import Flow
+from .retracing import RetracingRunner
 
 
-class RetracingRunner(BlockRunner):
-    """What is traced again keeps its source lines and name scopes."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        super().__init__(graph)
-        self.values: dict[int, Any] = {}
-
-    def scope(self, op: Operator) -> str:
-        return op.name.rpartition("/")[0]
-
-    def write(self, tensor: int, value: Any) -> None:
-        self.values[tensor] = value
-
-    def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        if op.kind in PINS:  # a pin says the same of a part as of the whole
-            with equation_context(op.eqn), user_context(op.eqn):
-                return bind_params(op, [as_array(x) for x in operands])
-        return super().execute(op, operands)
-
-
-class WholeRunner(RetracingRunner):
-    """Runs operators on whole arrays, as the function itself does."""
-
-    def value(self, operand: Operand) -> Any:
-        """A tensor as it was made, or a literal."""
-        if isinstance(operand, Constant):
-            return operand.value
-        return self.values[operand]
-
-    def operands(self, op: Operator) -> list[Any]:
-        return [self.value(operand) for operand in op.operands]
-
-    def outputs(self, block: Block) -> list[Any]:
-        return [as_array(self.value(operand)) for operand in block.outputs]
-
-    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        with equation_context(op.eqn), user_context(op.eqn):
-            return bind_params(op, operands)
-
-    def retraced(self, traced: TracedFunction) -> TracedFunction:
-        """`traced`, whose graph is this one, as it is run here; without dead code."""
-        types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-        consts = [as_array(value) for value in traced.jaxpr.consts]
-        step = self.graph.blocks[0]
-        closed = jax.make_jaxpr(lambda *x: self.run_block(step, (*x, *consts)))(*types)
-        return replace(traced, jaxpr=dead_code_eliminated(closed))
-
-
+@dataclass(frozen=True)
 class _MicrobatchShard(Shard):
     """The shard of one microbatch: its index is the loop counter."""
 
-    counter: Any
+    counter: jax.Array
 
     def block_index(self, axes: Sequence[int]) -> jax.Array:
         return self.counter if axes else jnp.uint32(0)
@@ -91,105 +38,83 @@ class MicrobatchRunner(RetracingRunner):
 
     def __init__(
         self,
-        graph: OpGraph,
         split: Flow,
-        whole: dict[int, Any],
+        num_microbatches: int,
+        whole: Mapping[int, Any],
         counter: jax.Array,
     ) -> None:
-        super().__init__(graph)
-        self.split, self.whole, self.counter = split, whole, counter
-        self.mesh = MeshShape((_AXIS,), (split.num_microbatches,))
-        self.cut: dict[tuple[int, State, int], Any] = {}
-        self.ports: dict[Site, tuple[State, int]] = {}
+        super().__init__(split.graph)
+        self.split, self.num_microbatches = split, num_microbatches
+        self.whole, self.counter = whole, counter
+        self.cut: dict[tuple[int, Part], Any] = {}
 
     def write(self, tensor: int, value: Any) -> None:
         super().write(tensor, value)
         for key in [key for key in self.cut if key[0] == tensor]:
             del self.cut[key]  # a body runs again: its copies are of another trace
 
-    def read(self, tensor: int, state: State, copies: int = 1) -> Any:
-        """The tensor in `state`: as it is, or cut or masked from the whole.
-
-        What is cut holds `copies` of the batch.
-        """
+    def read(self, tensor: int, part: Part) -> Any:
+        """The tensor as it is, or cut or masked from the whole."""
         is_made_here = tensor in self.values
-        has = self.split.state[tensor] if is_made_here else REPLICATED
+        has = self.split.state_of(tensor) if is_made_here else REPLICATED
         value = self.values[tensor] if is_made_here else self.whole[tensor]
-        if state == has:
+        state, number = part
+        if state == has or state in (MAX, MIN):
             return value
-        key = (tensor, state, copies)
-        if key not in self.cut:
-            if state in (MAX, MIN):
-                self.cut[key] = value
-            elif state == SUM:
-                self.cut[key] = jnp.where(
-                    self.counter == 0, value, jnp.zeros_like(value)
-                )
+        if (tensor, part) not in self.cut:
+            if state == SUM:
+                zeros = jnp.zeros_like(value)
+                found = jnp.where(self.counter == 0, value, zeros)
             else:
-                grain = self.split.grain(value.shape[state], copies)
-                self.cut[key] = part_of(value, state, self.counter, grain)
-        return self.cut[key]
+                grain = value.shape[state] // number
+                asked = state, self.counter, self.num_microbatches, grain
+                found = part_of(value, *asked)
+            self.cut[tensor, part] = found
+        return self.cut[tensor, part]
 
     def operands(self, op: Operator) -> list[Any]:
-        if op.kind in STRUCTURED:
-            self.ports.update(self.split.read_ports(op))
-            sites: list[Site] = [
-                ("operand", op.index, i) for i in range(len(op.operands))
-            ]
-            asked = [self.ports.get(site, (REPLICATED, 1)) for site in sites]
-        else:
-            states = self.split.factor[op.index].operands
-            copies = self.split.copies_read.get(op.index, (1,) * len(states))
-            asked = list(zip(states, copies, strict=True))
         with user_context(op.eqn):
-            return [
-                o.value if isinstance(o, Constant) else self.read(o, *each)
-                for o, each in zip(op.operands, asked, strict=True)
-            ]
+            return self.read_at("operand", op.index, op.operands)
 
     def outputs(self, block: Block) -> list[Any]:
+        return [*map(as_array, self.read_at("output", block.index, block.outputs))]
+
+    def read_at(
+        self, side: Literal["operand", "output"], index: int, read: Sequence[Operand]
+    ) -> list[Any]:
+        """Operands, or what a block returns, in the parts that the flow says."""
+        parts = self.split.read
         return [
-            as_array(o.value)
-            if isinstance(o, Constant)
-            else self.read_at(("output", block.index, position), o)
-            for position, o in enumerate(block.outputs)
+            operand.value
+            if isinstance(operand, Constant)
+            else self.read(operand, parts[side, index, position])
+            for position, operand in enumerate(read)
         ]
 
-    def read_at(self, site: Site, tensor: int) -> Any:
-        """The tensor as a port reads it."""
-        return self.read(tensor, *self.ports[site])
-
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        factor = self.split.factor[op.index]
-        if op.index in self.split.joints:
-            with equation_context(op.eqn), user_context(op.eqn):
-                return bind_joint(op, operands, factor, self.split.num_microbatches)
-        shard = _MicrobatchShard(
-            self.mesh,
-            (factor,),
-            tuple((state,) for state in factor.operands),
-            tuple((state,) for state in factor.results),
-        )
-        object.__setattr__(shard, "counter", self.counter)
-        rule = rule_of(op)
-        bind = rule.bind if rule is not None else bind_unchanged
+        factor, number = self.split.factor[op.index], self.num_microbatches
         with equation_context(op.eqn), user_context(op.eqn):
-            return bind(op, operands, shard)
+            if factor.name == JOINED:
+                return bind_joint(op, operands, factor.operands[0], number)
+            shard = _MicrobatchShard.of([factor], [number], self.counter)
+            return bind_shard(op, operands, shard)
 
 
-def part_of(whole: jax.Array, dim: int, counter: jax.Array, grain: Grain) -> jax.Array:
-    """Microbatch `counter` of an array along `dim`, which `grain` takes apart."""
-    copies, examples, number, values = grain
+def part_of(
+    whole: jax.Array, dim: int, counter: jax.Array, num_parts: int, grain: int
+) -> jax.Array:
+    """Microbatch `counter` of an array whose `dim` has `grain` values an example."""
+    size = whole.shape[dim] // num_parts
     before, after = whole.shape[:dim], whole.shape[dim + 1 :]
-    spread = whole.reshape(*before, copies * examples, number, values, *after)
+    spread = whole.reshape(*before, size // grain, num_parts, grain, *after)
     part = lax.dynamic_index_in_dim(spread, counter, dim + 1, keepdims=False)
-    return part.reshape(*before, copies * examples * values, *after)
+    return part.reshape(*before, size, *after)
 
 
-def join_parts(parts: jax.Array, dim: int, grain: Grain) -> jax.Array:
+def join_parts(parts: jax.Array, dim: int, grain: int) -> jax.Array:
     """The whole of stacked microbatches [M, ...] along `dim` of one of them."""
-    copies, examples, num_parts, values = grain
-    before, after = parts.shape[1 : dim + 1], parts.shape[dim + 2 :]
-    spread = parts.reshape(num_parts, *before, copies * examples, values, *after)
+    num_parts, *shape = parts.shape
+    before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
+    spread = parts.reshape(num_parts, *before, size // grain, grain, *after)
     moved = jnp.moveaxis(spread, 0, dim + 1)
-    return moved.reshape(*before, copies * examples * num_parts * values, *after)
+    return moved.reshape(*before, size * num_parts, *after)

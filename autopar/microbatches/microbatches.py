@@ -20,73 +20,59 @@ greatest common divisor each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from textwrap import shorten
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..sharding.spec import REPLICATED, SUM, State
-from .microbatch_flow import Flow, Grain, Phases, grain_of
+from ..graph.work import holds_heavy_work
+from ..sharding.spec import MAX, REPLICATED, SUM, State
+from .microbatch_flow import Flow, Phases
 from .microbatch_runners import MicrobatchRunner
+from .retracing import WholeRunner
 
 
 class BatchCoupledError(ValueError):
     """The step needs the whole batch at once, so it cannot be cut into microbatches."""
 
 
-# (whole values, parts of the batch, counter, operators to run first) to what leaves.
-RunPart = Callable[
-    [dict[int, Any], Mapping[int, Any], Any, Sequence[Operator]], list[Any]
-]
-
-
 @dataclass(frozen=True)
 class Leaving:
-    """A tensor that leaves the loop: its parts are joined along `dim`, or reduced.
+    """A tensor that leaves the loop, in a state along the microbatches.
 
-    That dim holds `copies` of the batch one behind the other; `reduction` is SUM, MAX
-    or MIN.
+    Its parts are joined along a dim, which has `grain` values for each example, or
+    reduced.
     """
 
     tensor: int
-    dim: int | None = None
-    copies: int = 1
-    reduction: State = SUM
+    state: State = SUM
+    grain: int = 1
 
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchedStep:
     """One step and how its microbatches follow each other.
 
-    `graph` is what runs: of the whole batch, or of a microbatch as if it were one.
-    `batch` are its inputs that are cut along dim 0 and `part_types` the types of one
-    microbatch of each. `phases` say what runs before, in and behind the loop; what runs
-    before reads no microbatch.
-
-    `split` says how each tensor of `graph` is cut, where it is of the whole batch.
-    `run_part(whole, parts, counter, before)` traces microbatch `counter` and returns
-    what leaves it, in the order of `leaving`: `whole` are the values that are the same
-    for all, by tensor, `parts` this microbatch of each batch tensor, and `before`
-    operators to run first on whole values.
+    `graph` is what runs: of the whole batch, and then `split` says how each tensor is
+    cut, or of a microbatch as if it were one. `batch` are its inputs that are cut along
+    dim 0. `phases` say what runs before, in and behind the loop; what runs before reads
+    no microbatch. What leaves the loop is `reduced` or `joined`.
     """
 
     graph: OpGraph
     batch: tuple[int, ...]
-    batch_size: int
     num_microbatches: int
     phases: Phases
-    leaving: tuple[Leaving, ...]
-    run_part: RunPart
+    reduced: tuple[Leaving, ...]
+    joined: tuple[Leaving, ...]
     split: Flow | None = None
-
-    def grain(self, size: int, copies: int = 1) -> Grain:
-        """A cut dim of `size` that holds `copies` of the batch."""
-        return grain_of(self.batch_size, self.num_microbatches, size, copies)
 
     @property
     def part_types(self) -> dict[int, jax.ShapeDtypeStruct]:
@@ -100,44 +86,81 @@ class MicrobatchedStep:
             for t, kind in types.items()
         }
 
-
-def exact_step(graph: OpGraph, batch: Sequence[int], split: Flow) -> MicrobatchedStep:
-    """The step whose values are those of the whole batch: `graph`, cut by `split`."""
-    leaving = tuple(
-        Leaving(
-            t,
-            split.state[t] if split.state[t] >= 0 else None,
-            split.copies.get(t, 1),
-            split.state[t] if split.state[t] < REPLICATED else SUM,
-        )
-        for t in leaving_tensors(graph, split.phases)
-    )
-
     def run_part(
+        self,
         whole: dict[int, Any],
         parts: Mapping[int, Any],
         counter: Any,
-        before: Sequence[Operator],
-    ) -> list[Any]:
-        runner = MicrobatchRunner(graph, split, whole, counter)
-        runner.values.update(parts)
-        runner.run_operators([*before, *split.phases.loop])
-        return [
-            runner.values[each.tensor]
-            if each.dim is not None
-            else runner.read(each.tensor, each.reduction)
-            for each in leaving
-        ]
+        before: Sequence[Operator] = (),
+    ) -> tuple[list[Any], list[Any]]:
+        """Traces microbatch `counter`: what it adds to `reduced`, and has of `joined`.
 
+        `whole` are the values that are the same for all, by tensor, `parts` this
+        microbatch of each batch tensor, and `before` operators to run first.
+        """
+        operators, number = [*before, *self.phases.loop], self.num_microbatches
+        if self.split is None:
+            runner = WholeRunner(self.graph)
+            runner.values.update({**whole, **parts})
+            runner.run_operators(operators)
+            reduced = [self._share(runner.values[e.tensor], e) for e in self.reduced]
+        else:
+            runner = MicrobatchRunner(self.split, number, whole, counter)
+            runner.values.update(parts)
+            runner.run_operators(operators)
+            reduced = [runner.read(e.tensor, (e.state, 1)) for e in self.reduced]
+        return reduced, [runner.values[each.tensor] for each in self.joined]
+
+    def _share(self, value: jax.Array, leaving: Leaving) -> jax.Array:
+        """What a microbatch that is a batch of its own adds: floats become a mean."""
+        if leaving.state != SUM or not jnp.issubdtype(value.dtype, jnp.inexact):
+            return value
+        return value / jnp.asarray(self.num_microbatches, value.dtype)
+
+
+def exact_step(
+    graph: OpGraph,
+    batch: Sequence[int],
+    num_microbatches: int,
+    *,
+    sums_stay_apart: bool = False,
+) -> MicrobatchedStep:
+    """The step in microbatches of dim 0 of its `batch` tensors, with the same values.
+
+    Reduced values that flow back into work on examples (a mask's token count) are
+    computed before the loop on the whole batch when that takes no product.
+
+    Raises:
+      ValueError: a size of the batch arguments is not divisible.
+      BatchCoupledError: heavy work needs a value of the whole batch.
+    """
+    batch_size = batch_size_of(graph, batch, num_microbatches)
+    hoisted: set[int] = set()
+    while True:
+        split = Flow(graph, batch_size, hoisted)
+        split.run(batch)
+        coupled = split.first_coupling()
+        if coupled is None:
+            break
+        reader, tensor = coupled
+        chain = leading_to([tensor], graph.blocks[0].operators)
+        is_heavy = any(holds_heavy_work(graph, op) for op in chain)
+        if is_heavy or hoisted.issuperset(op.index for op in chain):
+            raise BatchCoupledError(_coupling(graph, reader, tensor, batch))
+        hoisted.update(op.index for op in chain)
+    phases = split.phases(sums_stay_apart)
+    reduced, joined = list[Leaving](), list[Leaving]()
+    for tensor in leaving_tensors(graph, phases):
+        (state, number), kind = split.part[tensor], graph.tensors[tensor].type
+        if state >= 0:
+            joined.append(Leaving(tensor, state, kind.shape[state] // number))
+            continue
+        if state == REPLICATED:  # each microbatch has the same: flags have no sum
+            state = MAX if kind.dtype == np.bool_ else SUM
+        reduced.append(Leaving(tensor, state))
+    kinds = tuple(reduced), tuple(joined)
     return MicrobatchedStep(
-        graph,
-        tuple(batch),
-        split.batch_size,
-        split.num_microbatches,
-        split.phases,
-        leaving,
-        run_part,
-        split,
+        graph, tuple(batch), num_microbatches, phases, *kinds, split
     )
 
 
@@ -147,39 +170,6 @@ def leaving_tensors(graph: OpGraph, phases: Phases) -> list[int]:
     read = [t for op in phases.behind for t in tensors_of(op.operands)]
     read.extend(tensors_of(graph.blocks[0].outputs))
     return [t for t in dict.fromkeys(read) if t in made]
-
-
-def split_microbatches(
-    graph: OpGraph,
-    batch: Sequence[int],
-    num_microbatches: int,
-    *,
-    sums_stay_apart: bool = False,
-) -> Flow:
-    """Cut the step into `num_microbatches` parts along dim 0 of the `batch` tensors.
-
-    Reduced values that flow back into work on examples (a mask's token count) are
-    computed before the loop on the whole batch when that takes no product. With
-    `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
-    of a tied parameter may belong to different stages.
-
-    Raises:
-      ValueError: a size of the batch arguments is not divisible.
-      BatchCoupledError: heavy work needs a value of the whole batch.
-    """
-    batch_size = batch_size_of(graph, batch, num_microbatches)
-    hoisted: set[int] = set()
-    while True:
-        flow = Flow(graph, num_microbatches, batch_size, sums_stay_apart, hoisted)
-        flow.run(batch)
-        coupled = flow.first_coupling()
-        if coupled is None:
-            return flow
-        reader, tensor = coupled
-        chain = flow.cheap_ancestors(tensor)
-        if chain is None or chain <= hoisted:
-            raise BatchCoupledError(_coupling(flow, reader, tensor, batch))
-        hoisted |= chain
 
 
 def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:
@@ -221,16 +211,19 @@ def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
     )
 
 
-def _coupling(flow: Flow, reader: Operator, tensor: int, batch: Sequence[int]) -> str:
-    maker = flow.made_by.get(tensor, reader)
+def _coupling(
+    graph: OpGraph, reader: Operator, tensor: int, batch: Sequence[int]
+) -> str:
+    made_by = {t: op for op in graph.blocks[0].operators for t in op.results}
+    maker = made_by.get(tensor, reader)
     while not maker.source:  # JAX's own equations have no line: name who feeds them
-        known = [t for t in tensors_of(maker.operands) if t in flow.made_by]
+        known = [t for t in tensors_of(maker.operands) if t in made_by]
         if not known:
             break
-        maker = flow.made_by[known[0]]
-    names = ", ".join(flow.graph.tensors[tensor].name for tensor in batch)
+        maker = made_by[known[0]]
+    names = ", ".join(graph.tensors[tensor].name for tensor in batch)
     found = f"{maker.name!r} at {maker.source or 'an unknown line'}"
-    if flow.made_by.get(tensor) is reader:
+    if made_by.get(tensor) is reader:
         seen = f"{found} needs all examples at once"
     else:
         seen = (

@@ -23,7 +23,7 @@ from ..graph.op_graph import (
 )
 from ..lowering.programs import Slot, SlotKind
 from ..microbatches.extremes import JOINS
-from ..microbatches.microbatch_runners import RetracingRunner, WholeRunner
+from ..microbatches.retracing import RetracingRunner, WholeRunner
 from ..plans.plan import TaskKind
 from ..sharding.spec import SUM, State
 from .stage_cut import StageCut, made_again

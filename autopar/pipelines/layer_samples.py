@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +29,7 @@ from ..options import Options
 from ..planner.strategies import SLICING, tensor_specs
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import SUM, Spec, is_pending, num_shards
+from ..sharding.spec import Spec, is_pending, num_shards
 from .cut_programs import (
     CutProgram,
     CutPrograms,
@@ -113,14 +112,18 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
 
 
 def trace_layer(
-    cut: CutPrograms, program: CutProgram, split: Flow, host: Collection[str]
+    cut: CutPrograms,
+    program: CutProgram,
+    split: Flow,
+    number: int,
+    host: Collection[str],
 ) -> OpGraph:
     """The graph of a microbatch of a program, whose own graph is of the whole batch."""
     names, whole = (*program.taken, COUNTER), cut.parts.microbatch
 
     def task(*values: Any) -> list[Any]:
         given = dict(zip(names, values, strict=True))
-        runner = MicrobatchRunner(whole, split, {}, given[COUNTER])
+        runner = MicrobatchRunner(split, number, {}, given[COUNTER])
 
         def value_of(name: str, operand: Operand) -> Any:
             if isinstance(operand, Constant):
@@ -128,7 +131,7 @@ def trace_layer(
             reduction = cut.parts.sums.get(name)
             if reduction is None:
                 return runner.values[operand]
-            return runner.read(operand, reduction)
+            return runner.read(operand, (reduction, 1))
 
         return run_program(program, runner, given, value_of)
 
@@ -136,9 +139,9 @@ def trace_layer(
         """Of what is cut, the part of one microbatch."""
         kind = whole.type_of(operand)
         shape = list(kind.shape)
-        state = split.state[operand] if isinstance(operand, int) else SUM
+        state = split.state_of(operand)
         if state >= 0:
-            shape[state] //= split.num_microbatches
+            shape[state] //= number
         return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
 
     task.__name__ = f"{program.kind}_{program.stage}"
@@ -146,7 +149,7 @@ def trace_layer(
     structs.append(jax.ShapeDtypeStruct((), jnp.uint32))
     ties = (*program.ties(cut.slots), None)
     part = graph_of(task, structs, names, list(program.outputs), ties)
-    return cut.with_roles(part, host, split.num_microbatches)
+    return cut.with_roles(part, host, number)
 
 
 PLAN_GAP = 0.02
@@ -234,9 +237,8 @@ class LayerSample:
             if self.split is None:
                 found = self.cut.graph_of(self.joint, self.demands.host)
             else:
-                split = copy(self.split)
-                split.num_microbatches = number
-                found = trace_layer(self.cut, self.joint, split, self.demands.host)
+                asked = self.split, number, self.demands.host
+                found = trace_layer(self.cut, self.joint, *asked)
             self.graphs[number] = found
         return self.graphs[number]
 
@@ -253,7 +255,7 @@ class LayerSample:
 
     def _bytes(self, tensor: int) -> tuple[float, bool]:
         kind = self.cut.parts.microbatch.tensors[tensor].type
-        is_cut = self.split is not None and self.split.state[tensor] >= 0
+        is_cut = self.split is not None and self.split.state_of(tensor) >= 0
         return float(kind.bytes), is_cut
 
     @cached_property

@@ -32,7 +32,6 @@ from ..lowering.programs import (
     SpmdProgram,
 )
 from ..microbatches.extremes import start_of
-from ..microbatches.microbatch_flow import Grain
 from ..microbatches.microbatch_runners import join_parts
 from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, State
@@ -279,13 +278,9 @@ class Pipeline:
                 )
         return results
 
-    def joined(
-        self, values: Mapping[str, Any], slot: str, dim: int, copies: int
-    ) -> Any:
+    def joined(self, values: Mapping[str, Any], slot: str, dim: int, grain: int) -> Any:
         """A value for each example of the batch from those of all microbatches."""
-        step, parts = self.parts.step, values[slot]
-        grain = step.grain(parts[0].shape[dim] * step.num_microbatches, copies)
-        return _join_minor(dim, grain, self.home(slot))(tuple(parts))
+        return _join_minor(dim, grain, self.home(slot))(tuple(values[slot]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,7 +452,7 @@ def _cut_minor(number: int, *whole: jax.Array) -> list[list[jax.Array]]:
 
 @functools.lru_cache(maxsize=256)
 def _join_minor(
-    dim: int, grain: Grain, home: NamedSharding | None
+    dim: int, grain: int, home: NamedSharding | None
 ) -> Callable[..., jax.Array]:
     """The inverse of `_cut_minor` along `dim`; the whole is split as its parts are."""
     return jax.jit(

@@ -261,7 +261,7 @@ def plan_placement(
 def _parts(graph: OpGraph) -> StepParts:
     """A step that prepares nothing, runs no microbatch, and applies everything."""
     nothing = jax.make_jaxpr(lambda: [])()
-    step = MicrobatchedStep(graph, (), 1, 1, Phases((), (), ()), (), _run_nothing)
+    step = MicrobatchedStep(graph, (), 1, Phases((), (), ()), (), ())
     return StepParts(
         step,
         nothing,
@@ -274,10 +274,6 @@ def _parts(graph: OpGraph) -> StepParts:
         joined={},
         fed={},
     )
-
-
-def _run_nothing(*_: object) -> list[Any]:
-    return []
 
 
 def _apply_cut(graph: OpGraph, found: Placed) -> ApplyCut:

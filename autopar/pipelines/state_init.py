@@ -22,7 +22,6 @@ from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import Operand, OpGraph
 from ..graph.traced_function import TracedFunction, root_of
-from ..jax_compat import user_context
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
 from ..planner.intra_op import plan_intra_op
@@ -159,9 +158,7 @@ def _init_program(
     def make(*values: Any) -> list[Any]:
         runner = ChunkRunner(graph, flow)
         runner.values.update(zip(tensors, values, strict=True))
-        for op in operators:
-            with jax.named_scope(runner.scope(op)), user_context(op.eqn):
-                runner.run(op)
+        runner.run_operators(operators)
         found = []
         for operand, cut, (_, part) in zip(wanted, cuts, parts, strict=True):
             if cut is None or part.rows is None:

@@ -24,7 +24,7 @@ import networkx
 from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import as_array
 from ..graph.build_graph import COND, SCAN, WHILE, build_graph
-from ..graph.dependencies import leading_to, read_by, tensors_of
+from ..graph.dependencies import leading_to, made_from, read_by, tensors_of
 from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
 from ..graph.traced_function import Roles, TracedFunction
 from ..jax_compat import (
@@ -35,8 +35,8 @@ from ..jax_compat import (
     with_jaxprs,
     with_scan_counts,
 )
-from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatches import MicrobatchedStep
+from ..microbatches.retracing import WholeRunner
 from ..sharding.spec import State
 
 COUNTER = "microbatch"
@@ -50,8 +50,8 @@ class StepParts:
     those cut into microbatches, `prepared` what the prepare function makes of the whole
     batch and of what else is among `preparing`, its arguments. A microbatch returns
     `sums`, reduced as their states say, and parts of the outputs that have a value for
-    each example: `joined` has slot and dim of each, by output path. `fed` outputs are
-    batch leaves as they came; the others are made by apply, or passed through.
+    each example: `joined` has slot, dim and grain of each, by output path. `fed`
+    outputs are batch leaves as they came; the others are made by apply, or passed on.
     """
 
     step: MicrobatchedStep
@@ -80,18 +80,17 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
     batch = list(step.batch)
     held = [i.tensor for i in graph.inputs if i.tensor not in step.batch]
     phases = step.phases
-    of_batch, of_held = _dependencies(phases.before, batch)
+    made_of_batch = made_from(batch, phases.before).difference(batch)
+    of_batch = [op for op in phases.before if not made_of_batch.isdisjoint(op.results)]
+    of_held = [op for op in phases.before if made_of_batch.isdisjoint(op.results)]
     for_batch = leading_to(read_by(of_batch), of_held)
     needed = {*read_by(for_batch), *read_by(of_batch)}
     preparing = [*batch, *(t for t in held if t in needed)]
     names = {t.index: t.name for t in graph.tensors}
-    made_of_batch = {t for op in of_batch for t in op.results}
     inside = [*of_held, *phases.loop, *phases.behind]
     read = [*read_by(inside), *tensors_of(graph.outputs)]
     prepared = [t for t in dict.fromkeys(read) if t in made_of_batch]
-    reduced = [each for each in step.leaving if each.dim is None]
-    sums = [each.tensor for each in reduced]
-    joined = [each for each in step.leaving if each.dim is not None]
+    sums = [each.tensor for each in step.reduced]
     _check_behind(step, prepared)
 
     def prepare(*leaves: Any) -> list[Any]:
@@ -105,11 +104,10 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
         values = dict(zip([*held, *batch, *prepared], rest, strict=True))
         whole = {t: values[t] for t in (*held, *prepared)}
         cut = {t: values[t] for t in batch}
-        found = step.run_part(whole, cut, counter, of_held)
-        by_tensor = dict(zip((e.tensor for e in step.leaving), found, strict=True))
-        return [by_tensor[t] for t in (*sums, *(each.tensor for each in joined))]
+        reduced, joined = step.run_part(whole, cut, counter, of_held)
+        return [*reduced, *joined]
 
-    parts = {each.tensor: f"part of {names[each.tensor]}" for each in joined}
+    parts = {each.tensor: f"part of {names[each.tensor]}" for each in step.joined}
     outputs = list(zip(graph.output_paths, graph.outputs, strict=True))
     elsewhere = {*parts, *batch}
     applied = [(path, operand) for path, operand in outputs if operand not in elsewhere]
@@ -139,7 +137,7 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
             graph,
             [*of_held, *phases.loop],
             dict(zip([*held, *batch, *prepared], taken_names, strict=True)),
-            dict(zip(made_names, (*sums, *(e.tensor for e in joined)), strict=True)),
+            dict(zip(made_names, (*sums, *parts), strict=True)),
         )
     else:
         of_microbatch = graph_of(microbatch, taken, [*taken_names, COUNTER], made_names)
@@ -162,11 +160,11 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
         held=tuple(names[t] for t in held),
         batch=tuple(names[t] for t in batch),
         prepared=tuple(prepared_names),
-        sums=dict(zip(sum_names, (e.reduction for e in reduced), strict=True)),
+        sums=dict(zip(sum_names, (e.state for e in step.reduced), strict=True)),
         joined={
-            path: (parts[each.tensor], each.dim or 0, each.copies)
+            path: (parts[each.tensor], each.state, each.grain)
             for path, operand in outputs
-            for each in joined
+            for each in step.joined
             if each.tensor == operand
         },
         fed={
@@ -178,7 +176,7 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
 
 def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
     """Refuse work behind the loop on all examples: they lie on several stages."""
-    examples = {*step.batch, *(e.tensor for e in step.leaving if e.dim is not None)}
+    examples = {*step.batch, *(each.tensor for each in step.joined)}
     for op in step.phases.behind:
         read = examples.intersection(tensors_of(op.operands)).difference(prepared)
         if read:
@@ -246,22 +244,6 @@ def graph_of(
     )
     roles = Roles(tuple("other" if tie is None else "state" for tie in ties), ties, ())
     return build_graph(traced, roles, has_literals=True)
-
-
-def _dependencies(
-    before: Sequence[Operator], batch: Sequence[int]
-) -> tuple[list[Operator], list[Operator]]:
-    """Operators before the loop that read the batch, and those that do not."""
-    of_batch: list[Operator] = []
-    of_held: list[Operator] = []
-    from_batch = set(batch)
-    for op in before:
-        if from_batch.isdisjoint(tensors_of(op.operands)):
-            of_held.append(op)
-        else:
-            of_batch.append(op)
-            from_batch.update(op.results)
-    return of_batch, of_held
 
 
 def _struct(kind: TensorType) -> jax.ShapeDtypeStruct:

@@ -22,7 +22,7 @@ from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.retracing import WholeRunner
 from .whole_step import roles_of
 
 

@@ -23,7 +23,7 @@ from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import Operand, OpGraph, TensorType
 from ..graph.traced_function import Roles, TracedFunction
 from ..microbatches.example_flow import ExampleFlow
-from ..microbatches.microbatches import BatchCoupledError, split_microbatches
+from ..microbatches.microbatches import BatchCoupledError, exact_step
 
 
 def batch_by_use(traced: TracedFunction, roles: Roles) -> Roles:
@@ -169,7 +169,7 @@ class _Search:
     def _is_apart(self, tensors: Sequence[int]) -> bool:
         """Whether microbatches of these inputs do products that need no others."""
         try:
-            split_microbatches(self.graph, tensors, 1)
+            exact_step(self.graph, tensors, 1)
         except BatchCoupledError:
             return False
         return True

@@ -22,7 +22,7 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.phases import Phases, stacked_results
 from ..graph.traced_function import TracedFunction
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.retracing import WholeRunner
 from .recompute_sets import Group, RecomputeSets, ScanGroup
 
 SCOPE = "rematerialised"

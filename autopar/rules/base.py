@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax import lax
 from ..graph.op_graph import Constant, Operator, TensorType
 from ..jax_compat import bind
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
+from ..sharding.spec import MAX, REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
 from .host_calls import HostCalls
 
 
@@ -110,6 +110,14 @@ def shared_dims(
     ]
 
 
+def cuts_evenly(op: Operator, factor: Factor, number: int) -> bool:
+    """Whether each dim that a factor cuts has a multiple of `number` elements."""
+    types = (*op.operand_types, *op.result_types)
+    pairs = zip(types, (*factor.operands, *factor.results), strict=True)
+    sizes = [kind.shape[state] for kind, state in pairs if state >= 0]
+    return all(size > 0 and size % number == 0 for size in sizes)
+
+
 @dataclass(frozen=True)
 class Shard:
     """What a rule may ask while it binds its primitive on one device's shards."""
@@ -122,21 +130,30 @@ class Shard:
     host_calls: HostCalls | None = field(default=None, kw_only=True)
     is_of_program: bool = field(default=False, kw_only=True)
 
+    @classmethod
+    def of(cls, factors: Sequence[Factor], sizes: Sequence[int], *more: Any) -> Self:
+        """A shard whose axes, of `sizes`, have a factor each; `more` are its own."""
+        return cls(
+            MeshShape(tuple(map(str, range(len(sizes)))), tuple(sizes)),
+            tuple(factors),
+            tuple(zip(*(factor.operands for factor in factors), strict=True)),
+            tuple(zip(*(factor.results for factor in factors), strict=True)),
+            *more,
+        )
+
     def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
         """Local shape of an operand."""
-        return local_shape(
-            op.operand_types[position].shape,
-            self.operand_specs[position],
-            self.mesh.axis_sizes,
-        )
+        shape = op.operand_types[position].shape
+        return self.local(shape, self.operand_specs[position])
 
     def result_shape(self, op: Operator, position: int = 0) -> tuple[int, ...]:
         """Local shape of a result."""
-        return local_shape(
-            op.result_types[position].shape,
-            self.result_specs[position],
-            self.mesh.axis_sizes,
-        )
+        shape = op.result_types[position].shape
+        return self.local(shape, self.result_specs[position])
+
+    def local(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        """The shape of the shard of a tensor."""
+        return local_shape(shape, spec, self.mesh.axis_sizes)
 
     def block_index(self, axes: Sequence[int]) -> jax.Array:
         """This device's position along `axes` taken together, the first most major."""
@@ -172,6 +189,13 @@ def bind_unchanged(op: Operator, operands: Sequence[Any], shard: Shard) -> list[
     """Bind the primitive as it is: for operators whose params hold no shapes."""
     del shard
     return bind_params(op, operands)
+
+
+def bind_shard(op: Operator, operands: Sequence[Any], shard: Shard) -> Sequence[Any]:
+    """Bind the operator on a shard as its rule does, if it has one."""
+    rule = rule_of(op)
+    bind = rule.bind if rule is not None else bind_unchanged
+    return bind(op, operands, shard)
 
 
 def stay_whole(op: Operator) -> list[Factor]:
@@ -323,18 +347,20 @@ def is_inexact(kind: TensorType) -> bool:
     return bool(jnp.issubdtype(kind.dtype, jnp.inexact))
 
 
-def least(dtype: Any) -> Any:
-    """What no element is below: a maximum with it changes nothing."""
+def neutral(reduction: State, dtype: Any) -> Any:
+    """What changes no sum, maximum or minimum."""
+    if reduction == SUM:
+        return 0
+    is_least = reduction == MAX
+    if dtype == np.bool_:
+        return not is_least
     if not jnp.issubdtype(dtype, jnp.floating):
-        return False if dtype == np.bool_ else jnp.iinfo(dtype).min
-    return -jnp.inf if np.isinf(np.array(-jnp.inf, dtype)) else jnp.finfo(dtype).min
-
-
-def greatest(dtype: Any) -> Any:
-    """What no element is above: a minimum with it changes nothing."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return True if dtype == np.bool_ else jnp.iinfo(dtype).max
-    return jnp.inf if np.isinf(np.array(jnp.inf, dtype)) else jnp.finfo(dtype).max
+        limits = jnp.iinfo(dtype)
+    elif np.isinf(np.array(jnp.inf, dtype)):
+        return -jnp.inf if is_least else jnp.inf
+    else:
+        limits = jnp.finfo(dtype)
+    return limits.min if is_least else limits.max
 
 
 def pending_sums(op: Operator, *groups: Sequence[int]) -> list[Factor]:

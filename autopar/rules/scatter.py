@@ -8,7 +8,7 @@ devices: so every shard sees all updates, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -24,8 +24,7 @@ from .base import (
     Factor,
     Shard,
     bind_params,
-    greatest,
-    least,
+    neutral,
     pending_sums,
     register,
 )
@@ -46,15 +45,8 @@ _SPLIT_UPDATES: dict[str, tuple[State, State]] = {
     "scatter-min": (REPLICATED, MIN),
 }
 
-
-# What an update must be to change nothing.
-NEUTRAL: dict[str, Callable[[Any], Any]] = {
-    "scatter-add": lambda dtype: 0,
-    "scatter-sub": lambda dtype: 0,
-    "scatter-mul": lambda dtype: 1,
-    "scatter-max": least,
-    "scatter-min": greatest,
-}
+# Of each of these there is an update that changes nothing.
+ACCUMULATING = (*_SPLIT_UPDATES, "scatter-mul")
 
 
 def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
@@ -120,8 +112,9 @@ def _without_dropped(op: Operator, updates: jax.Array, held: jax.Array) -> jax.A
     windows = set(op.params["dimension_numbers"].update_window_dims)
     dims = [dim for dim in range(updates.ndim) if dim not in windows]
     keep = lax.broadcast_in_dim(held, updates.shape, dims)
-    neutral = np.asarray(NEUTRAL[op.kind](updates.dtype), updates.dtype)
-    return jnp.where(keep, updates, neutral)
+    reduction = _SPLIT_UPDATES.get(op.kind)
+    harmless = neutral(reduction[1], updates.dtype) if reduction else 1
+    return jnp.where(keep, updates, np.asarray(harmless, updates.dtype))
 
 
 @register(
@@ -175,7 +168,7 @@ def _window_factors(op: Operator) -> list[Factor]:
 
 
 def _vocabulary_factors(op: Operator) -> list[Factor]:
-    if op.kind in NEUTRAL and not _is_reducible(op):
+    if op.kind in ACCUMULATING and not _is_reducible(op):
         return []  # there is no update that changes nothing
     shape = op.operand_types[0].shape
     return [

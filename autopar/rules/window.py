@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..graph.op_graph import Operator
-from ..sharding.spec import REPLICATED
+from ..sharding.spec import MAX, MIN, REPLICATED
 from .base import (
     Factor,
     Halo,
     Shard,
     bind_params,
-    greatest,
-    least,
+    neutral,
     pending_sums,
     register,
 )
@@ -110,7 +109,7 @@ def _identity(op: Operator) -> Any:
     dtype = op.operand_types[0].dtype
     if op.kind == "reduce_window_sum":
         return 0
-    return least(dtype) if op.kind == "reduce_window_max" else greatest(dtype)
+    return neutral(MAX if op.kind == "reduce_window_max" else MIN, dtype)
 
 
 @register("reduce_window_max", "reduce_window_min", bind=_bind_reduction)

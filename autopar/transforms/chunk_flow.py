@@ -13,12 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import made_from, tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, is_zero
 from ..graph.phases import Phases, sliced_operands, stacked_results
 from ..graph.work import is_heavy_operator
-from ..rules.base import Factor, factors_of
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
+from ..microbatches.microbatch_flow import keeps, num_cut
+from ..rules.base import Factor, cuts_evenly, factors_of
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM
 
 PASSING = (BARRIER, *PINS)  # results are the operands
 _JOINED = (SUM, MAX, MIN)
@@ -67,10 +68,8 @@ class ChunkFlow:
     def __post_init__(self) -> None:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
-        self.examples = set(self.fixed) if self.is_step else set[int]()
-        for op in Phases.of(self.graph.blocks[0]).forward:
-            if self.reads_examples(op):
-                self.examples.update(op.results)
+        forward = Phases.of(self.graph.blocks[0]).forward
+        self.examples = made_from(self.fixed if self.is_step else (), forward)
 
     def run(self) -> None:
         inputs = self.graph.blocks[0].inputs
@@ -116,33 +115,34 @@ class ChunkFlow:
         if op.kind == "conv_general_dilated":
             return None  # its groups are dealt out in equal parts only
         cuts = map(self.cut_of, op.operands)
-        has = [cut.dim if cut and cut.lengths == lengths else None for cut in cuts]
-        asked = [self.wanted[t].dim if t in self.wanted else None for t in op.results]
-        is_cut = any(dim is not None for dim in has)
+        has = [c.dim if c and c.lengths == lengths else REPLICATED for c in cuts]
+        is_cut = any(state >= 0 for state in has)
+        wanted = map(self.wanted.get, op.results)
+        asked = [cut.dim if cut else REPLICATED for cut in wanted]
         found = [
             factor
             for factor in factors_of(op)
             if self.is_chunkwise(op, factor, sum(lengths))
-            and _keeps(has, factor.operands)
-            and (is_cut or _keeps(asked, factor.results))
+            and keeps(has, factor.operands)
+            and (is_cut or keeps(asked, factor.results))
         ]
-        return min(found, key=lambda f: _num_cut(has, f), default=None)
+
+        def num_changed(factor: Factor) -> tuple[int, int]:
+            """How many whole operands it needs cut, and how many results it joins."""
+            num_joined = sum(state < 0 for state in factor.results)
+            return num_cut(has, factor.operands), num_joined
+
+        return min(found, key=num_changed, default=None)
 
     def is_chunkwise(self, op: Operator, factor: Factor, num_layers: int) -> bool:
         """Whether a factor may be cut between any two of `num_layers`."""
-        types = (*op.operand_types, *op.result_types)
-        states = (*factor.operands, *factor.results)
         return (
-            any(state >= 0 for state in states)
+            any(state >= 0 for state in (*factor.operands, *factor.results))
             and factor.size % num_layers == 0
             and not factor.halos
             and all(state >= REPLICATED for state in factor.operands)
             and all(state >= 0 or state in _JOINED for state in factor.results)
-            and all(
-                kind.shape[state] > 0 and kind.shape[state] % num_layers == 0
-                for state, kind in zip(states, types, strict=True)
-                if state >= 0
-            )
+            and cuts_evenly(op, factor, num_layers)
         )
 
     def take(self, op: Operator, factor: Factor, lengths: tuple[int, ...]) -> None:
@@ -218,20 +218,6 @@ class ChunkFlow:
 
     def cut_of(self, operand: Operand) -> Cut | None:
         return self.cut.get(operand) if isinstance(operand, int) else None
-
-
-def _keeps(dims: Sequence[int | None], states: Sequence[State]) -> bool:
-    """Whether a factor cuts what is cut already along the dims that it has."""
-    return all(d in (None, state) for d, state in zip(dims, states, strict=True))
-
-
-def _num_cut(has: list[State | None], factor: Factor) -> tuple[int, int]:
-    """How many whole operands a factor needs cut, and how many results it joins."""
-    sliced = sum(
-        dim is None and state >= 0
-        for dim, state in zip(has, factor.operands, strict=True)
-    )
-    return sliced, sum(state < 0 for state in factor.results)
 
 
 def accumulating_carries(graph: OpGraph, op: Operator) -> frozenset[int]:

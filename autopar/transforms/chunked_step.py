@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,9 +24,8 @@ from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..jax_compat import equation_context, user_context
 from ..microbatches.extremes import JOINS
-from ..microbatches.microbatch_runners import WholeRunner
-from ..rules.base import Shard, bind_unchanged, is_inexact, rule_of
-from ..sharding.mesh import MeshShape
+from ..microbatches.retracing import WholeRunner
+from ..rules.base import Shard, bind_shard, is_inexact
 from ..sharding.pins import spellings
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim
 from .chunk_flow import (
@@ -48,13 +47,12 @@ class _ChunkShard(Shard):
     cut: Cut
     index: int
 
-    def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
-        state = self.operand_specs[position][0]
-        return self._local(op.operand_types[position].shape, state)
-
-    def result_shape(self, op: Operator, position: int = 0) -> tuple[int, ...]:
-        state = self.result_specs[position][0]
-        return self._local(op.result_types[position].shape, state)
+    def local(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        (state,) = spec
+        if state < 0:
+            return shape
+        size = shape[state] // self.cut.num_layers * self.cut.lengths[self.index]
+        return (*shape[:state], size, *shape[state + 1 :])
 
     def block_index(self, axes: Sequence[int]) -> jax.Array:
         return jnp.int32(self.index if axes else 0)
@@ -64,12 +62,6 @@ class _ChunkShard(Shard):
             return jnp.int32(0)
         first, end = self.cut.borders()[self.index]
         return jnp.int32(first * (local_size // (end - first)))
-
-    def _local(self, shape: tuple[int, ...], state: int) -> tuple[int, ...]:
-        if state < 0:
-            return shape
-        size = shape[state] // self.cut.num_layers * self.cut.lengths[self.index]
-        return (*shape[:state], size, *shape[state + 1 :])
 
 
 class ChunkRunner(WholeRunner):
@@ -81,8 +73,8 @@ class ChunkRunner(WholeRunner):
         self.chunks: dict[int, tuple[Any, ...]] = {}
         self.sliced: dict[tuple[int, Cut], tuple[Any, ...]] = {}
 
-    def run_outermost(self) -> None:
-        for op in self.graph.blocks[0].operators:
+    def run_operators(self, operators: Sequence[Operator]) -> None:
+        for op in operators:
             with jax.named_scope(self.scope(op)), user_context(op.eqn):
                 self.run(op)
 
@@ -140,24 +132,17 @@ class ChunkRunner(WholeRunner):
     def run_by_chunk(self, op: Operator, lengths: Lengths) -> None:
         """The operator on each chunk; sums of chunks are closed at once."""
         factor = self.flow.factor[op.index]
-        mesh = MeshShape(("layers",), (len(lengths),))
-        specs = (
-            tuple((s,) for s in factor.operands),
-            tuple((s,) for s in factor.results),
-        )
         operands = [
             self.chunks_of(operand, Cut(state, lengths))
             if state >= 0
             else (self.value(operand),) * len(lengths)
             for operand, state in zip(op.operands, factor.operands, strict=True)
         ]
-        rule = rule_of(op)
-        bind = rule.bind if rule is not None else bind_unchanged
         made = []
         for k in range(len(lengths)):
-            shard = _ChunkShard(mesh, (factor,), *specs, Cut(0, lengths), k)
+            shard = _ChunkShard.of([factor], [len(lengths)], Cut(0, lengths), k)
             with equation_context(op.eqn):
-                made.append(bind(op, [chunks[k] for chunks in operands], shard))
+                made.append(bind_shard(op, [chunks[k] for chunks in operands], shard))
         for position, (result, state) in enumerate(
             zip(op.results, factor.results, strict=True)
         ):
@@ -215,6 +200,15 @@ class ChunkRunner(WholeRunner):
             and outer not in self.flow.examples
         }
         makers = light_makers(body, sliced) if sliced else {}
+
+        def make(wanted: int, *given: Any) -> Any:
+            """One layer's tensor from the slices of its parameters."""
+            runner = WholeRunner(self.graph)
+            runner.values.update(zip(sliced, given, strict=True))
+            operators = [*dict.fromkeys(makers.values())]
+            runner.run_operators(leading_to([wanted], operators))
+            return runner.values[wanted]
+
         for output, result in zip(
             body.outputs[num_carry:], op.results[num_carry:], strict=True
         ):
@@ -223,25 +217,10 @@ class ChunkRunner(WholeRunner):
             if output in sliced:
                 self.chunks[result] = sliced[output]
             elif output in makers:
-                make = functools.partial(self.make_slice, makers, sliced, output)
                 self.chunks[result] = tuple(
-                    jax.vmap(make)(*given)
+                    jax.vmap(functools.partial(make, output))(*given)
                     for given in zip(*sliced.values(), strict=True)
                 )
-
-    def make_slice(
-        self,
-        makers: Mapping[int, Operator],
-        sliced: Iterable[int],
-        wanted: int,
-        *given: Any,
-    ) -> Any:
-        """One layer's tensor from the slices of its parameters."""
-        runner = WholeRunner(self.graph)
-        runner.values.update(zip(sliced, given, strict=True))
-        operators = {op.index: op for op in makers.values()}
-        runner.run_operators(leading_to([wanted], [*operators.values()]))
-        return runner.values[wanted]
 
 
 def _slices(whole: jax.Array, cut: Cut) -> tuple[jax.Array, ...]:
@@ -306,7 +285,7 @@ class ChunkedStep:
     def chunks_by_path(self, whole: TracedFunction) -> dict[str, tuple[str, ...]]:
         """The paths of the chunks of each leaf of `whole`, the original step."""
         chunks = iter(self.traced.input_paths)
-        counts = (1 if each is None else len(each) for each in self.input_lengths)
+        counts = map(_num_chunks, self.input_lengths)
         return {
             path: tuple(itertools.islice(chunks, count))
             for path, count in zip(whole.input_paths, counts, strict=True)
@@ -344,7 +323,7 @@ def cut_scans(
             else:
                 chunks = tuple(next(given) for _ in cut.lengths)
                 runner.chunks[graph_input.tensor] = chunks
-        runner.run_outermost()
+        runner.run_operators(graph.blocks[0].operators)
         results: list[Any] = []
         for operand, cut in zip(graph.outputs, outputs, strict=True):
             if cut is None:
@@ -422,13 +401,14 @@ def _chunked_roles(
     inputs: Sequence[Lengths | None],
     outputs: Sequence[Lengths | None],
 ) -> Roles:
-    first, position = [], 0
-    for rows in outputs:
-        first.append(position)
-        position += len(rows) if rows else 1
+    first = [0, *itertools.accumulate(map(_num_chunks, outputs))]
     found, next_output = [], []
     for rows, role, output in zip(inputs, roles.roles, roles.next_output, strict=True):
-        for chunk in range(len(rows) if rows else 1):
+        for chunk in range(_num_chunks(rows)):
             found.append(role)
             next_output.append(None if output is None else first[output] + chunk)
     return Roles(tuple(found), tuple(next_output), roles.notes)
+
+
+def _num_chunks(rows: Lengths | None) -> int:
+    return 1 if rows is None else len(rows)

@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..graph.build_graph import SCAN, build_graph
-from ..graph.dependencies import leading_to, read_by, tensors_of
+from ..graph.dependencies import leading_to, made_from, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.retracing import WholeRunner
 
 
 def with_counts_apart(
@@ -51,11 +51,9 @@ class _CountingRunner(WholeRunner):
 
 def _counts(graph: OpGraph, batch: Sequence[int]) -> dict[int, set[int]]:
     """The carries that are counts, by scan of the outermost block."""
-    of_batch, found = set(batch), dict[int, set[int]]()
-    for op in graph.blocks[0].operators:
-        if of_batch.isdisjoint(tensors_of(op.operands)):
-            continue
-        of_batch.update(op.results)
+    operators, found = graph.blocks[0].operators, dict[int, set[int]]()
+    of_batch = made_from(batch, operators)
+    for op in operators:
         if op.kind == SCAN and not op.eqn.effects and holds_heavy_work(graph, op):
             carries = range(op.params["num_carry"])
             counts = {i for i in carries if _is_count(graph, op, i, of_batch)}

@@ -6,27 +6,16 @@ result, it lies behind that, too; where they are reduced it must be neutral firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..graph.effects import CALLBACKS
 from ..graph.op_graph import Operator
-from ..rules.base import KERNEL_NAMES, Factor, factors_of, greatest, least, rule_of
+from ..rules.base import KERNEL_NAMES, Factor, factors_of, rule_of
 from ..rules.conv import BATCH_GROUPS, FEATURE_GROUPS
-from ..rules.scatter import NEUTRAL
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM
+from ..rules.scatter import ACCUMULATING
+from ..sharding.spec import REPLICATED, State
 
 Shape = tuple[int, ...]
-Neutral = Callable[[Any], Any]  # of a dtype
-
-
-def _zero(dtype: Any) -> Any:
-    del dtype
-    return 0
-
-
-_NEUTRAL: dict[int, Neutral] = {SUM: _zero, MAX: least, MIN: greatest}
 _REDUCING = frozenset(
     (
         *(f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")),
@@ -63,15 +52,17 @@ class PaddedFactor:
         others = (*other.factor.operands, *other.factor.results)
         return any(a == b >= 0 for a, b in zip(own, others, strict=True))
 
-    def neutral(self) -> Neutral | None:
-        """What padding must hold as it is reduced; None where it is not."""
-        pending = [state for state in self.factor.results if state < REPLICATED]
-        return _NEUTRAL[pending[0]] if pending else None
+    @property
+    def reduction(self) -> State:
+        """How padded dims are reduced; REPLICATED where they are not."""
+        return min(REPLICATED, *self.factor.results)
 
     def reduced_dims(self, op: Operator) -> dict[int, int]:
         """Dims that are reduced, by operand: of a scatter, those of the updates."""
+        if self.reduction == REPLICATED:
+            return {}
         states = enumerate(self.factor.operands)
-        only = (2,) if op.kind in NEUTRAL else range(len(op.operands))
+        only = (2,) if op.kind in ACCUMULATING else range(len(op.operands))
         return {i: dim for i, dim in states if dim >= 0 and i in only}
 
 
@@ -94,18 +85,3 @@ def _takes_padding(op: Operator, factor: Factor) -> bool:
         return False
     is_reduced = any(state < REPLICATED for state in factor.results)
     return op.kind in _REDUCING if is_reduced else True
-
-
-def padded_shapes(
-    op: Operator, factors: list[PaddedFactor]
-) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-    """The shapes of operands and of results that are padded along factors."""
-    operands = [list(kind.shape) for kind in op.operand_types]
-    results = [list(kind.shape) for kind in op.result_types]
-    for each in factors:
-        states = each.factor.operands, each.factor.results
-        for shapes, dims in zip((operands, results), states, strict=True):
-            for shape, dim in zip(shapes, dims, strict=True):
-                if dim >= 0:
-                    shape[dim] = each.longer(shape[dim])
-    return tuple(map(tuple, operands)), tuple(map(tuple, results))

@@ -22,14 +22,12 @@ from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..microbatches.microbatch_runners import WholeRunner
-from ..rules.base import Factor, Shard, rule_of
-from ..sharding.mesh import MeshShape
+from ..microbatches.retracing import WholeRunner
+from ..rules.base import Factor, Shard, neutral, rule_of
+from ..sharding.spec import Spec, State
 from .padded_factors import (
-    Neutral,
     PaddedFactor,
     Shape,
-    padded_shapes,
     padding_factors,
 )
 
@@ -64,14 +62,14 @@ def padded_arguments(graph: OpGraph) -> dict[Operand, int]:
 class _PaddedShard(Shard):
     """What rules take for the shard of a larger tensor: all of it, padded."""
 
-    operand_shapes: Sequence[Shape]
-    result_shapes: Sequence[Shape]
+    padded: Sequence[PaddedFactor]
 
-    def operand_shape(self, op: Operator, position: int) -> Shape:
-        return self.operand_shapes[position]
-
-    def result_shape(self, op: Operator, position: int = 0) -> Shape:
-        return self.result_shapes[position]
+    def local(self, shape: Shape, spec: Spec) -> Shape:
+        sizes = list(shape)
+        for each, dim in zip(self.padded, spec, strict=True):
+            if dim >= 0:
+                sizes[dim] = each.longer(sizes[dim])
+        return tuple(sizes)
 
 
 class _PaddedRunner(WholeRunner):
@@ -155,27 +153,22 @@ class _PaddedRunner(WholeRunner):
 
     def bind_padded(self, op: Operator, factors: list[PaddedFactor]) -> Sequence[Any]:
         """The operator padded along factors, as its rule binds a shard."""
-        shapes, made = padded_shapes(op, factors)
-        pairs = zip(op.operands, shapes, strict=True)
-        operands = [self.sized(operand, shape) for operand, shape in pairs]
+        own = [each.factor for each in factors]
+        shard = _PaddedShard.of(own, [1] * len(own), factors)
+        operands = [
+            self.sized(operand, shard.operand_shape(op, position))
+            for position, operand in enumerate(op.operands)
+        ]
         self.mask_reduced(op, factors, operands)
         if op.operands and op.operands[0] in self.zero and op.kind in _KEEP_ZERO:
             self.zero.update(op.results)
-        own = [each.factor for each in factors]
-        shard = _PaddedShard(
-            MeshShape(tuple(f"padding{i}" for i in range(len(own))), (1,) * len(own)),
-            tuple(own),
-            tuple(zip(*(each.operands for each in own), strict=True)),
-            tuple(zip(*(each.results for each in own), strict=True)),
-            shapes,
-            made,
-        )
         unsure = {name: False for name in _PROMISES if op.params.get(name)}
         rule = rule_of(op)
         assert rule is not None, op.kind
         unsorted = replace(op, params={**op.params, **unsure})
         results = rule.bind(unsorted, operands, shard)
-        for result, shape in zip(results, made, strict=True):
+        for position, result in enumerate(results):
+            shape = shard.result_shape(op, position)
             assert result.shape == shape, f"{op.name} makes {result.shape}, not {shape}"
         return results
 
@@ -183,23 +176,20 @@ class _PaddedRunner(WholeRunner):
         self, op: Operator, factors: Sequence[PaddedFactor], operands: list[Any]
     ) -> None:
         """Replaces operands that are reduced along padded dims."""
-        reduced: dict[int, list[int]] = {}
-        neutral: Neutral | None = None  # all factors of an operator have the same
+        reduced: dict[tuple[int, State], list[int]] = {}
         for each in factors:
-            own = each.neutral()
-            for position, dim in each.reduced_dims(op).items() if own else ():
-                neutral = own
-                reduced.setdefault(position, []).append(dim)
-        for position, dims in reduced.items():
+            for position, dim in each.reduced_dims(op).items():
+                reduced.setdefault((position, each.reduction), []).append(dim)
+        for (position, reduction), dims in reduced.items():
             tensor, value = op.operands[position], operands[position]
-            assert isinstance(tensor, int) and neutral is not None, op.name
-            operands[position] = self.masked(tensor, value, dims, neutral)
+            assert isinstance(tensor, int), op.name
+            operands[position] = self.masked(tensor, value, dims, reduction)
 
     def masked(
-        self, tensor: int, value: Any, dims: Sequence[int], neutral: Neutral
+        self, tensor: int, value: Any, dims: Sequence[int], reduction: State
     ) -> Any:
         """A value with what changes nothing as padding along `dims`."""
-        number = np.asarray(neutral(value.dtype), value.dtype)
+        number = np.asarray(neutral(reduction, value.dtype), value.dtype)
         if tensor in self.zero and not number:
             return value
         copies, key = self.copies[tensor], (value.shape, tuple(dims), number.item())

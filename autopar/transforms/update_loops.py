@@ -17,12 +17,12 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN, WHILE
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import made_from
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from ..jax_compat import abstract_value
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.retracing import WholeRunner
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -87,10 +87,7 @@ def with_update(
 
 def slices_of(graph: OpGraph, loop: Operator, batch: Collection[int]) -> list[int]:
     """Positions of a scan's operands that it slices and that are made of `batch`."""
-    made = set(batch)
-    for op in graph.blocks[0].operators:
-        if not made.isdisjoint(tensors_of(op.operands)):
-            made.update(op.results)
+    made = made_from(batch, graph.blocks[0].operators)
     first = loop.params["num_consts"] + loop.params["num_carry"]
     positions = range(first, len(loop.operands))
     return [i for i in positions if loop.operands[i] in made]
