@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.microbatches.retracing import WholeRunner
 from autopar.graph.dependencies import tensors_of
 from autopar.graph.op_graph import Operator, OpGraph
+from autopar.microbatches.retracing import WholeRunner
 from autopar.pipelines.step_parts import graph_of
 from autopar.pipelines.update_cut import sum_by_stage
 
