@@ -1,6 +1,7 @@
 """Pipelines from unmodified steps: the state of the whole-batch step, audited."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from autopar.microbatches.microbatches import BatchCoupledError
 from benchmarks.models import build
+from tests import random_arrays
 
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
+normal = partial(random_arrays.normal, scale=0.3)
 
 
 def encoder_decoder() -> tuple[Callable[..., Any], Any, Any]:
