@@ -61,7 +61,7 @@ settings.register_profile(
 )
 settings.load_profile("fuzz" if IS_FUZZ else "repeatable")
 
-gc.set_threshold(7_000)  # ten times the usual: jaxprs of many tests stay alive
+gc.set_threshold(50_000)  # seventy times the usual: jaxprs of many tests stay alive
 sys.dont_write_bytecode = False  # whoever forbids it pays 8 seconds a process
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
