@@ -1,7 +1,6 @@
 """Holds the borders between the folders, and the size and names of files."""
 
 import ast
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -78,8 +77,8 @@ class SourceFile:
                 for module in self._imported(child):
                     yield Import(module, child.lineno, is_lazy)
             elif isinstance(child, ast.Attribute):
-                dotted = ast.unparse(child)
-                if re.fullmatch(r"jax\.[\w.]+", dotted):
+                dotted = _dotted(child)
+                if dotted.startswith("jax."):
                     yield Import(dotted, child.lineno, is_lazy)
             yield from self._walk(child, is_lazy or is_function or _is_typing(child))
 
@@ -93,6 +92,14 @@ class SourceFile:
         base = package[: len(package) - node.level + 1] if node.level else []
         prefix = ".".join([*base, *([node.module] if node.module else [])])
         yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def _dotted(node: ast.expr) -> str:
+    """`a.b.c` of attributes of a name, and nothing of those of other expressions."""
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_typing(node: ast.AST) -> bool:

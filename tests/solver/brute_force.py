@@ -11,10 +11,17 @@ MOST_ASSIGNMENTS = 2_000_000
 
 
 def brute_force(graph: ChoiceGraph) -> Assignment:
-    """The optimal assignment, by enumeration; Infeasible where there is none.
+    """The optimal assignment, by enumeration; Infeasible where there is none."""
+    total = every_cost(graph)
+    best = np.unravel_index(total.argmin(), total.shape)
+    cost = float(total[best])
+    if cost == np.inf:
+        raise Infeasible("an assignment must be allowed, but all are forbidden.")
+    return Assignment(tuple(map(int, best)), cost, cost)
 
-    All at once, with a dim of an array for each node; the first of equal ones.
-    """
+
+def every_cost(graph: ChoiceGraph) -> np.ndarray:
+    """What each assignment costs, by the choice of each node."""
     sizes = [node.costs.size for node in graph.nodes]
     if prod(sizes) > MOST_ASSIGNMENTS:
         raise ValueError(
@@ -28,8 +35,4 @@ def brute_force(graph: ChoiceGraph) -> Assignment:
     for edge in graph.edges:
         row = edge.first_class[choices[edge.first]]
         total += edge.costs[row, edge.second_class[choices[edge.second]]]
-    best = np.unravel_index(total.argmin(), sizes)
-    cost = float(total[best])
-    if cost == np.inf:
-        raise Infeasible("an assignment must be allowed, but all are forbidden.")
-    return Assignment(tuple(map(int, best)), cost, cost)
+    return total
