@@ -12,15 +12,13 @@ from jax.extend.core import jaxpr_as_fun
 import autopar
 from autopar.frontend.batching_dims import with_batching_dims
 from autopar.frontend.tracing import trace
+from tests import random_arrays
 from tests.like_jit import assert_same
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+from tests.random_arrays import normal
 
 
 def integers(seed: int, *shape: int, below: int) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), shape, -below, below)
+    return random_arrays.integers(seed, *shape, low=-below, high=below)
 
 
 def taken(x: jax.Array, y: jax.Array) -> jax.Array:

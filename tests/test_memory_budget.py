@@ -90,8 +90,7 @@ def test_the_default_is_the_devices_memory_less_a_reserve() -> None:
     assert plan.predicted.peak_bytes <= default_budget(Cluster.local())
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
-@pytest.mark.parametrize("mesh", ["x:8", "x:2;y:4"])
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", "x:8"), ("gpt", "x:2;y:4")])
 def test_predicted_memory_is_near_the_compiled_programs(name: str, mesh: str) -> None:
     """No plan is compiled again here: this is the model's own error."""
     options: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Pipelines from unmodified steps: the state of the whole-batch step, audited."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from autopar.microbatches.microbatches import BatchCoupledError
 from benchmarks.models import build
+from tests import random_arrays
 
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
+normal = partial(random_arrays.normal, scale=0.3)
 
 
 def encoder_decoder() -> tuple[Callable[..., Any], Any, Any]:
@@ -122,12 +122,10 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 CASES = [
     (multilayer_perceptron, 2, 1, "gpipe"),
-    (multilayer_perceptron, 4, 4, "1f1b"),
     (tied_language_model, 2, 4, "1f1b"),
     (encoder_decoder, 2, 4, "1f1b"),
     pytest.param(encoder_decoder, 4, 2, "gpipe", marks=pytest.mark.slow),
     pytest.param(tied_gpt, 2, 4, "1f1b", marks=pytest.mark.slow),
-    (multilayer_perceptron, 4, 8, "zb_h1"),
     pytest.param(encoder_decoder, 4, 8, "zb_h2", marks=pytest.mark.slow),
     pytest.param(tied_gpt, 2, 4, "zb_h1", marks=pytest.mark.slow),
 ]

@@ -1,6 +1,7 @@
 """Pipelines whose state the host keeps, or that choose what to make again."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,17 @@ import pytest
 import autopar
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
+from tests import random_arrays
 
 from .rows.running import run_pipeline_as_planned
+
+normal = partial(random_arrays.normal, scale=0.3)
 
 TWO = PipelineParallel(2, 2)
 SIZE, NUM_LAYERS = 32, 4
 LAYER_BYTES = SIZE * SIZE * 4
 ADAM = optax.adam(1e-2, eps=1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
 def kernels() -> list[jax.Array]:

@@ -1,5 +1,6 @@
 """Examples that are mixed with each other are, once a step, before a pipeline runs."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
+from tests import random_arrays
+
+normal = partial(random_arrays.normal, scale=0.3)
 
 SHIFT = jnp.float32(0.25)  # closed over
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
 def mixed(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> Any:

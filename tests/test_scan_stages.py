@@ -1,6 +1,7 @@
 """Pipelines that cut a scan over layers by length: values, homes and what crosses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,13 +15,12 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import build
+from tests import random_arrays
+
+normal = partial(random_arrays.normal, scale=0.3)
 
 Case = tuple[Callable[..., Any], Any, Any]
 WIDTH = 16
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
 def batch() -> Any:

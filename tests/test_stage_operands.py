@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +17,12 @@ from autopar.lowering.programs import Slot
 from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.cut_programs import CutProgram, check_operands
 from autopar.pipelines.step_parts import graph_of
+from tests import random_arrays
+
+normal = partial(random_arrays.normal, scale=0.3)
 
 WIDTH, TIMES = 8, 4
 ON_TWO = PipelineParallel(2, 2, stage_meshes=["x:1", "x:1"])
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
 def assert_like_jit(

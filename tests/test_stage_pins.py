@@ -1,5 +1,6 @@
 """Pins of a pipeline: a leaf lives on one stage, and is pinned on that stage's mesh."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,17 +13,16 @@ from jax.sharding import PartitionSpec as P
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from autopar.state.array_chunks import chunk_shardings
+from tests import random_arrays
 
 from .rows.fixtures import tanh_chain
 from .rows.running import run_pipeline_as_planned
 from .test_pipeline import tied_language_model
 
+normal = partial(random_arrays.normal, scale=0.3)
+
 TWO = PipelineParallel(2, 2, stage_meshes=["a:4", "b:4"])
 EQUAL = PipelineParallel(2, 2)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
 def stacked(params: Any, x: jax.Array) -> Any:

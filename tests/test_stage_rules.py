@@ -1,5 +1,6 @@
 """Layout rules of a pipeline: every stage keeps them, as a step of one program does."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,17 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods.methods import PipelineParallel, ShardParallel
+from tests import random_arrays
 
 from .rows.running import run_pipeline_as_planned
+
+normal = partial(random_arrays.normal, scale=0.3)
 
 MESH = "data:2;model:2"
 NAMES = {"up": "io hidden", "down": "hidden io", "x": "batch io"}
 RULES = autopar.LayoutRules("batch:data;hidden:model", NAMES)
 ADAM = optax.adam(1e-2, eps=1e-3)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
 def perceptron(state: Any, x: jax.Array) -> Any:

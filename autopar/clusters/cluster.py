@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -295,16 +296,13 @@ class Cluster:
         )
 
 
+@cache
 def _preset_of(device_kind: str, platform: str) -> Cluster:
     presets = [Cluster.preset(path.stem) for path in _PRESETS.glob("*.toml")]
-    matches = [
-        (len(start), preset)
-        for preset in presets
-        for start in preset.device.jax_kinds
-        if device_kind.startswith(start)
-    ]
+    starts = {start: each for each in presets for start in each.device.jax_kinds}
+    matches = [start for start in starts if device_kind.startswith(start)]
     if matches:
-        return max(matches, key=lambda match: match[0])[1]
+        return starts[max(matches, key=len)]
     stand_in = _STAND_INS.get(platform, "A100")
     if platform != "cpu":
         warnings.warn(

@@ -57,7 +57,8 @@ def test_the_bare_family_names_are_known() -> None:
     assert set(FAMILIES) <= set(names())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Others are trained in tests/integration/test_models.py.
+@pytest.mark.parametrize("family", ["llama", "moe", "vit"])
 def test_loss_falls(family: str) -> None:
     losses = train(family)
     assert np.all(np.isfinite(losses))
@@ -167,8 +168,13 @@ def test_forms_of_vit_are_the_same_function() -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("optimizer", optimizer_names())
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    [
+        *((family, "adamw") for family in FAMILIES),
+        *(("mlp", optimizer) for optimizer in optimizer_names()),
+    ],
+)
 def test_a_step_returns_a_state_like_the_one_it_takes(
     family: str, optimizer: str
 ) -> None:
@@ -240,24 +246,13 @@ def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
     ("name", "expected"),
     [
         ("gpt-125m", 0.165e9),
-        ("gpt-39b", 39.5e9),
         ("gpt-175b", 175e9),
-        ("llama-8b", 8.03e9),
         ("llama-70b", 70.6e9),
         ("moe-70b", 70e9),
-        ("wrn-13b", 13e9),
         ("bert-large", 0.335e9),
         ("vit-base", 0.0866e9),
-        ("resnet-18", 0.01169e9),
         ("resnet-50", 0.02556e9),
         ("wide-resnet-250m", 0.25e9),
-        ("wide-resnet-500m", 0.5e9),
-        ("wide-resnet-2b", 2e9),
-        ("wide-resnet-4b", 4e9),
-        ("wide-resnet-6.8b", 6.8e9),
-        ("t5-small", 60.5e6),
-        ("t5-base", 222.9e6),
-        ("t5-large", 737.7e6),
         ("t5-3b", 2.85e9),
         ("t5-11b", 11.3e9),
         ("wide-resnet-13b", 13e9),

@@ -6,7 +6,7 @@ batch.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -114,6 +114,7 @@ class Training:
 
     compiled: Compiled
     state: TrainState
+    losses: Sequence[float]
     expected: Sequence[np.ndarray]
     noise: Sequence[np.ndarray]
 
@@ -123,17 +124,14 @@ def train(case: Case) -> Training:
     optimizer = make_optimizer(case.optimizer, LEARNING_RATES.get(case.model))
     workload = make_workload(str(case), model, optimizer)
     state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
-    expected = host_leaves(run(jax.jit(workload.step), state, batch))
-    noise = rounding_noise(model, optimizer, state, batch, expected)
+    expected, noise = on_one_device(model, optimizer, state, batch)
     step = autopar.parallelize(workload.step, mesh=case.mesh)
     compiled = step.lower(state, batch).compile()
-    return Training(compiled, run(compiled, state, batch), expected, noise)
-
-
-def run(step: Any, state: TrainState, batch: Batch) -> TrainState:
+    losses: list[float] = []
     for _ in range(NUM_STEPS):
-        state, _ = step(state, batch)
-    return state
+        state, metrics = compiled(state, batch)
+        losses.append(float(metrics["loss"]))
+    return Training(compiled, state, losses, expected, noise)
 
 
 def host_leaves(state: TrainState) -> Sequence[np.ndarray]:
@@ -146,14 +144,13 @@ def key_data(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-def rounding_noise(
+def on_one_device(
     model: Model,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Batch,
-    expected: Sequence[np.ndarray],
-) -> Sequence[np.ndarray]:
-    """How far each element of the state moves when the arithmetic is a little off.
+) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+    """The state after the steps, and how far it moves when arithmetic is a little off.
 
     Some values are noise and nothing else: the true gradient of an attention key's bias
     is zero, and Adam makes a full step of what rounding leaves of it. So the reference
@@ -173,27 +170,28 @@ def rounding_noise(
         noisy = optax.GradientTransformation(optimizer.init, update)
         return make_workload("noisy", model, noisy).step(state, batch)
 
-    def rerun(seed: int) -> Sequence[np.ndarray]:
-        generator = np.random.default_rng(seed)
-
-        def draw(like: jax.Array) -> np.ndarray:
-            return generator.standard_normal(like.shape, np.float32)
-
+    def run(draw: Callable[[jax.Array], np.ndarray]) -> Sequence[np.ndarray]:
         params = jax.tree.map(
             lambda p: np.asarray(p) * (1 + np.float32(1e-6) * draw(p)), state.params
         )
-        off = state._replace(params=params)
+        after = state._replace(params=params)
         for _ in range(NUM_STEPS):
-            off, _ = noisy_step(off, batch, jax.tree.map(draw, state.params))
-        return host_leaves(off)
+            after, _ = noisy_step(after, batch, jax.tree.map(draw, state.params))
+        return host_leaves(after)
 
+    def rerun(seed: int) -> Sequence[np.ndarray]:
+        generator = np.random.default_rng(seed)
+        return run(lambda like: generator.standard_normal(like.shape, np.float32))
+
+    expected = run(lambda like: np.zeros(like.shape, np.float32))
     reruns = [rerun(seed) for seed in range(4)]
-    return [
+    noise = [
         np.max([abs(leaf - value) for leaf in leaves], axis=0)
         if value.dtype.kind == "f"
         else np.zeros(value.shape)
         for value, *leaves in zip(expected, *reruns, strict=True)
     ]
+    return expected, noise
 
 
 def tolerance(expected: np.ndarray) -> np.ndarray:
@@ -239,6 +237,11 @@ def test_the_state_after_three_steps_is_that_of_one_device(training: Training) -
         allowed = tolerance(expected) + noise_allowance(noise)
         excess = (abs(actual - expected) / (allowed + 1e-30)).max()
         assert excess <= 1, f"{name} is {excess:.3g} times its tolerance off"
+
+
+def test_the_loss_falls(training: Training) -> None:
+    assert np.isfinite(training.losses).all()
+    assert training.losses[-1] < training.losses[0]
 
 
 def test_few_elements_are_noise(training: Training) -> None:

@@ -9,7 +9,8 @@ whose choices were made least.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -66,10 +67,13 @@ class Case:
         is_whole = self.num_stages % 2 == 0 and self.num_submeshes > 1
         return is_whole and self.num_microbatches % self.num_submeshes == 0
 
-    @property
+    @cached_property
+    def values(self) -> tuple[tuple[int, Any], ...]:
+        return tuple(enumerate(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
     def pairs(self) -> set[tuple[Any, ...]]:
-        values = enumerate(vars(self).values())
-        return set(itertools.combinations(values, 2))
+        return set(itertools.combinations(self.values, 2))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,32 +105,29 @@ def cover() -> Iterator[Case]:
     used: Counter[tuple[int, Any]] = Counter()
 
     def gain(case: Case) -> tuple[int, int]:
-        often = sum(used[value] for value in enumerate(vars(case).values()))
+        often = sum(used[value] for value in case.values)
         return len(case.pairs & missing), -often
 
     while missing:
         best = max(possible, key=gain)
         missing -= best.pairs
-        used.update(enumerate(vars(best).values()))
+        used.update(best.values)
         yield best
 
 
 CASES = tuple(cover())
 QUICK = (
-    "mlp-1x1-1f1b-none",
     "mlp-2x8-zb_h2-full",
     "mlp-4x4-1f1b-none",
     "mlp-4x4-zb_h1-none",
-    "mlp-5x8-zb_h2-none",
     "mlp-6x2-zb_h1-cheap",
-    "encoder_decoder-1x2-1f1b-none",
     "encoder_decoder-3x8-1f1b-cheap",
 )
 
 
 def test_every_pair_is_met_in_about_sixty_cases() -> None:
     assert 56 <= len(CASES) <= 64
-    assert set(QUICK) <= set(map(str, CASES)) and len(QUICK) == 8
+    assert set(QUICK) <= set(map(str, CASES)) and len(QUICK) == 5
 
 
 @pytest.mark.parametrize(

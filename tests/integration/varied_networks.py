@@ -74,7 +74,7 @@ def llama(num_layers: int = 1) -> Program:
 
     optimizer = optax.adamw(1e-3, eps=1e-4)
     state = params, optimizer.init(params)
-    return optax_step(loss, optimizer), (state, integers(3, 8, 16, below=vocabulary))
+    return optax_step(loss, optimizer), (state, integers(3, 8, 16, high=vocabulary))
 
 
 def unet() -> Program:
@@ -230,4 +230,4 @@ def odd_sizes() -> Program:
         logits = jnp.tanh(x @ params["in"] + params["bias"]) @ params["out"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    return descent_step(loss), (params, normal(2, 10, 7), integers(1, 10, below=3))
+    return descent_step(loss), (params, normal(2, 10, 7), integers(1, 10, high=3))

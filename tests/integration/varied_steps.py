@@ -9,17 +9,11 @@ import optax
 import optax.contrib
 from jax import lax
 
+from tests.random_arrays import integers, normal
+
 Step = Callable[..., Any]
 Program = tuple[Step, tuple[Any, ...]]
 Loss = Callable[..., jax.Array]
-
-
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return scale * jax.random.normal(jax.random.key(seed), shape)
-
-
-def integers(seed: int, *shape: int, below: int) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), shape, 0, below)
 
 
 def descend(params: Any, grads: Any, rate: float = 0.1) -> Any:
@@ -122,7 +116,7 @@ def ppo() -> Program:
 
     batch = {
         "observation": normal(3, 64, 8),
-        "action": integers(1, 64, below=4),
+        "action": integers(1, 64, high=4),
         "advantage": normal(4, 64),
         "return": normal(5, 64),
         "log_prob": -jnp.abs(normal(6, 64)),

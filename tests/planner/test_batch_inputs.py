@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,15 +12,13 @@ import pytest
 import autopar
 from autopar.frontend.tracing import trace
 from autopar.planner.whole_step import roles_of
+from tests import random_arrays
 
 from ..rows.running import run_as_planned, run_pipeline_as_planned
 
 pytestmark = pytest.mark.filterwarnings("ignore:Every device of")  # toys are small
+normal = partial(random_arrays.normal, scale=0.25)
 WIDTH, BEAMS = 16, 8
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) / 4
 
 
 def block(hidden: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
@@ -140,7 +139,7 @@ def test_views_of_examples_stay_the_batch(loss: Callable[..., jax.Array]) -> Non
 
 
 def ints(high: int, *shape: int) -> jax.Array:
-    return jax.random.randint(jax.random.key(9), shape, 0, high)
+    return random_arrays.integers(9, *shape, high=high)
 
 
 def net(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -104,7 +105,8 @@ def check_every_strategy(
 
 def operators_of(function: Callable[..., Any], *args: Any) -> list[Operator]:
     """The operators of `function(*args)`, calls inlined."""
-    return [evaluated.operator for evaluated in evaluate(function, *args)]
+    evaluated = _evaluated(lambda f: partial(jax.eval_shape, f), function, *args)
+    return [each.operator for each in evaluated]
 
 
 def operator_of(kind: str, function: Callable[..., Any], *args: Any) -> Operator:
@@ -159,11 +161,25 @@ def _is_legal(op: Operator, strategy: Strategy, mesh: MeshShape) -> bool:
 
 def evaluate(function: Callable[..., Any], *args: Any) -> list[Evaluated]:
     """Every operator of `function(*args)` with its values on one device."""
+    return _evaluated(jax.jit, function, *args)
+
+
+def _evaluated(
+    transform: Callable[..., Any], function: Callable[..., Any], *args: Any
+) -> list[Evaluated]:
+    """In one program, where each operator alone would be one."""
     closed = jax.make_jaxpr(function)(*args)
-    found: list[Evaluated] = []
-    leaves = jax.tree.leaves(args)
-    _evaluate(closed.jaxpr, closed.consts, leaves, itertools.count(), found)
-    return found
+    traced: list[Evaluated] = []
+
+    def values(*leaves: Any) -> Any:
+        _evaluate(closed.jaxpr, closed.consts, leaves, itertools.count(), traced)
+        return [(each.operands, each.results) for each in traced]
+
+    found = transform(values)(*jax.tree.leaves(args))
+    return [
+        Evaluated(each.operator, *both)
+        for each, both in zip(traced, found, strict=True)
+    ]
 
 
 def _evaluate(

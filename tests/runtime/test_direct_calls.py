@@ -367,6 +367,7 @@ def test_nan_checks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_that_is_let_go_is_collected() -> None:
+    gc.freeze()  # nothing older is collected, which takes seconds
     made = parallel(donate_argnums=())
     state = made(a_state(), BATCH)[0]
     for _ in range(3):

@@ -33,7 +33,6 @@ from tests.runtime.mlp_pipeline import (
 )
 
 P = PartitionSpec
-Schedules = pytest.mark.parametrize("make_schedule", [gpipe, one_f_one_b])
 
 
 def _mesh(first: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
@@ -80,9 +79,16 @@ def _check_steps(program: PipelineProgram, schedule: Schedule) -> None:
                 np.testing.assert_allclose(state[name], array, atol=1e-5)
 
 
-@Schedules
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-@pytest.mark.parametrize("layout", list(_layouts()))
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches", "make_schedule"),
+    [
+        *((layout, 4, one_f_one_b) for layout in _layouts()),
+        ("2 stages of a device", 1, one_f_one_b),
+        ("2 stages of 4 and 2 devices", 2, gpipe),
+        ("4 stages, split in turn", 2, one_f_one_b),
+        ("4 stages, split in turn", 4, gpipe),
+    ],
+)
 def test_a_pipeline_equals_the_step_on_one_device(
     layout: str,
     num_microbatches: int,
@@ -196,7 +202,7 @@ def _failing(program: PipelineProgram, stage: int, kind: TaskKind) -> PipelinePr
     )
 
 
-@Schedules
+@pytest.mark.parametrize("make_schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_failing_stage_stops_the_others_and_says_where(
     stage: int, make_schedule: Callable[[int, int], Schedule]

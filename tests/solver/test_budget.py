@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from autopar.solver.budget import (
     solve_within,
 )
 from autopar.solver.budget_constraints import BudgetRow, priced
+from tests.solver.brute_force import every_cost
 from tests.solver.layered_graphs import layered_graph
 from tests.solver.random_graphs import random_graph
 from tests.solver.valid_graph import assert_valid
@@ -68,8 +68,7 @@ def small(seed: int) -> ChoiceGraph:
 
 
 def all_plans(graph: ChoiceGraph) -> np.ndarray:
-    plans = np.array(list(np.ndindex(*(n.costs.size for n in graph.nodes))), np.intp)
-    return plans[[graph.cost(plan) < inf for plan in plans.tolist()]]
+    return np.argwhere(every_cost(graph) < np.inf)
 
 
 def within(graph: ChoiceGraph, oracle: Oracle, budget: float) -> Within:
@@ -134,7 +133,7 @@ def test_small_problems_are_near_brute_force() -> None:
         graph = small(seed)
         oracle, every = Oracle(graph, rows_of(graph, seed)), all_plans(graph)
         used = np.max([row.used_by(graph, every) for row in oracle.rows], axis=0)
-        costs = np.array([graph.cost(plan) for plan in every.tolist()])
+        costs = every_cost(graph)[tuple(every.T)]
         budget = float(np.quantile(used, 0.2))
         found = within(graph, oracle, budget)
         assert found.best is not None and found.best.bytes <= budget
