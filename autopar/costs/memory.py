@@ -22,9 +22,9 @@ typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_er
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -76,14 +76,21 @@ class BlockMemory:
     """What one block holds, kernel by kernel, its operands apart.
 
     `bytes` [positions] include what bodies hold. `operators` [positions] are indices of
-    operators, -1 for what converts. `runs` are the first and last position at which
-    each operator runs: its own, or those of the kernels that do it.
+    operators, -1 for what converts.
     """
 
     bytes: np.ndarray
     operators: tuple[int, ...]
     values: tuple[Value, ...]
-    runs: Mapping[int, tuple[int, int]]
+    find_runs: Callable[[], Mapping[int, tuple[int, int]]]
+
+    @cached_property
+    def runs(self) -> Mapping[int, tuple[int, int]]:
+        """The first and last position at which each operator runs.
+
+        Its own, or those of the kernels that do it.
+        """
+        return self.find_runs()
 
     @property
     def peak_bytes(self) -> int:
@@ -303,6 +310,9 @@ class _Node:
     sources: frozenset[int] = frozenset()  # values in memory that it reads
     waits: frozenset[int] = frozenset()  # values that are there before it runs
     is_done_once: bool = False  # for all that read it, not by each of them
+
+
+_Span = tuple[int, int]
 
 
 class _Run(NamedTuple):
@@ -582,8 +592,8 @@ class _BlockSweep:
             if start >= 0
         ]
         operators = tuple(self.nodes[node].operator for node in run.position)
-        runs = self._runs(run.position)
-        return BlockMemory(run.bytes, operators, tuple(values), runs)
+        find_runs = partial(self._runs, run.position)
+        return BlockMemory(run.bytes, operators, tuple(values), find_runs)
 
     def _runs(self, position: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """When each operator runs, itself or inside of others."""
@@ -597,23 +607,22 @@ class _BlockSweep:
             node = self.nodes[number]
             place = position.get(number)
             made = [span[each] for each in node.writes]
-            own = _joined(made) if place is None else (place, place)
+            own = reduce(_joined, made, None) if place is None else (place, place)
             if own is None:
                 continue
             if node.operator >= 0:
-                runs[node.operator] = _joined([runs.get(node.operator), own]) or own
+                runs[node.operator] = _joined(runs.get(node.operator), own) or own
             for value in node.reads:
-                span[value] = _joined([span[value], own])
+                span[value] = _joined(span[value], own)
         for index, reads in self.views:
-            found = _joined([span[each] for each in reads])
+            found = reduce(_joined, [span[each] for each in reads], None)
             if found is not None:
                 runs[index] = found
         return runs
 
 
-def _joined(spans: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """The shortest span that has all of some."""
-    found = [each for each in spans if each is not None]
-    if not found:
-        return None
-    return min(a for a, _ in found), max(b for _, b in found)
+def _joined(one: _Span | None, other: _Span | None) -> _Span | None:
+    """The shortest span that has both."""
+    if one is None or other is None:
+        return one or other
+    return min(one[0], other[0]), max(one[1], other[1])
