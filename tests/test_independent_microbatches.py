@@ -14,12 +14,9 @@ import pytest
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel, ShardParallel
 from autopar.microbatches.microbatches import BatchCoupledError
+from tests.random_arrays import normal
 
 Independent = partial(ShardParallel, microbatch_semantics="independent")
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def assert_equal(got: Any, expected: Any) -> None:

@@ -1,4 +1,7 @@
-"""Which ways each primitive can be split over a mesh; importing this registers all."""
+"""Which ways each primitive can be split over a mesh; importing this registers all.
+
+Those of attention are in a folder of their own, which registers them likewise.
+"""
 
 from . import (
     callbacks,
