@@ -130,9 +130,8 @@ def test_zero_scatters_gradients_and_gathers_parameters(stage: int) -> None:
     assert plan.sharding.state_bytes() == STATE_BYTES[stage] + 4  # and Adam's count
 
 
-@pytest.mark.parametrize(
-    ("make", "stage"), [(f1, 1), (f1, 2), (f1, 3), (f3, 2), (f3, 3)]
-)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("make", [f1, f3])
 def test_zero_of_plain_descent_sends_as_much(make: Any, stage: int) -> None:
     case = make()
     number = 8 if make is f1 else 2

@@ -25,6 +25,7 @@ def planned(step: Any, args: Any, **asked: Any) -> Any:
     ("stages", "asked"),
     [
         (None, {"rules": "batch:y"}),
+        (3, {"rules": "batch:x"}),
         (3, {"rules": "batch:rows", "mesh": "rows:-1"}),
     ],
 )

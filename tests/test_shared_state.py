@@ -97,7 +97,8 @@ def test_an_average_of_parameters_lies_where_they_are_updated(is_first: bool) ->
     assert not any("own" in t.slot for t in plan.transfers)
 
 
-@pytest.mark.parametrize(("size", "is_closed_over"), [(1, True), (16, False)])
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("is_closed_over", [True, False])
 def test_what_the_last_stage_alone_reads_lies_there(
     size: int, is_closed_over: bool
 ) -> None:

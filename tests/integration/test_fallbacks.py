@@ -13,9 +13,12 @@ from benchmarks.models import build
 MODELS = (
     "gpt-125m",
     "bert-base",
+    "vit-base",
     "resnet-50",
+    "wide-resnet-250m",
     "moe-380m",
     "unet-2d",
+    "unet-3d",
     "lstm",
 )
 MOST = 0.01  # of the bytes that a step's operators read

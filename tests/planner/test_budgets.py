@@ -202,7 +202,7 @@ def test_what_no_plan_can_hold_is_refused_without_a_search(
     assert "arguments alone take" in str(error)
 
 
-@pytest.mark.parametrize("model", ["moe", "unet"])
+@pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
 def test_no_plan_holds_less_than_the_bound_that_refuses(model: str) -> None:
     workload = build(model)
     traced = trace(workload.step, workload.abstract(), {})

@@ -31,7 +31,7 @@ def graph_of(model: str, **options: Any) -> OpGraph:
     return build_graph(traced, roles_of(traced))
 
 
-@pytest.mark.parametrize("model", ["moe", "unet"])
+@pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
 def test_few_plans_hold_less_than_an_even_share(model: str) -> None:
     graph = graph_of(model)
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
