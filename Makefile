@@ -8,6 +8,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 N ?= 1000
+TIMEOUT := 900  # seconds that a test of a commit may take; one that hangs is told
 
 .PHONY: demo test test-all test-targets fuzz lint install
 
@@ -15,7 +16,7 @@ demo: install
 	@$(VENV)/bin/autopar demo
 
 test: install
-	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout $(TIMEOUT)
 
 test-all: install
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not targets"
@@ -29,7 +30,7 @@ test-targets: install
 	        [ "$$AUTOPAR_NO_TARGETS" = 1 ] || \
 	        $(VENV)/bin/autopar targets add $$platform || true; \
 	done
-	@$(RUN) -m pytest -m targets tests/targets
+	@$(RUN) -m pytest -m targets --timeout $(TIMEOUT) tests/targets
 
 fuzz: install
 	@rm -f .pytest_cache/fuzz.jsonl

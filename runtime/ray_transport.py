@@ -17,12 +17,13 @@ import itertools
 import os
 import pickle
 import socket
+import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import AuthenticationError
@@ -46,7 +47,8 @@ from .ray_programs import from_local_parts, local_parts
 from .ray_transfers import HostTransfer, host_transfer
 
 Address = tuple[str, int]
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0
+_STRANGER_SECONDS = 5.0  # for somebody who connects, and says nothing
 _SMALL_BYTES = 1 << 16  # larger arrays are sent from where they lie
 NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
@@ -59,35 +61,55 @@ _Parts = list[list[np.ndarray]]  # of each array, on each device of the host
 _Kinds = Sequence[jax.ShapeDtypeStruct]
 
 
-def accept(listener: Listener) -> Connection:
-    """The next connection of somebody who knows the listener's secret."""
+def accept(listener: Listener, secret: bytes) -> Connection:
+    """The next connection of somebody who knows the secret.
+
+    Others may come by, as Ray looks for a process whose port this was.
+    """
     while True:
-        try:
-            connection = listener.accept()
-        except (AuthenticationError, EOFError, ConnectionError):
-            continue  # somebody else
-        return _at_once(connection)
+        connection = listener.accept()
+        with suppress(AuthenticationError, EOFError, OSError):
+            with _limited(connection, _STRANGER_SECONDS):
+                deliver_challenge(connection, secret)
+                answer_challenge(connection, secret)
+            return connection
+        connection.close()
 
 
 def dial(address: Address, secret: bytes) -> Connection:
     """A connection to whoever accepts some there.
 
     Raises:
-      OSError: nobody can be reached there.
+      AuthenticationError: it has another secret.
+      OSError: nobody can be reached there, or nobody answers.
     """
     raw = socket.create_connection(address, _CONNECT_SECONDS)
     raw.settimeout(None)
     connection = Connection(raw.detach())
-    answer_challenge(connection, secret)
-    deliver_challenge(connection, secret)
-    return _at_once(connection)
+    try:
+        with _limited(connection, _CONNECT_SECONDS):
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+    except EOFError as error:
+        raise ConnectionError(f"{address} closed the connection.") from error
+    return connection
 
 
-def _at_once(connection: Connection) -> Connection:
-    """Small messages are not held back until the one before is acknowledged."""
+@contextmanager
+def _limited(connection: Connection, seconds: float) -> Iterator[None]:
+    """What is read inside comes within so many seconds, or raises an OSError.
+
+    Small messages are not held back until the one before is acknowledged.
+    """
     with socket.socket(fileno=os.dup(connection.fileno())) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+        yield
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(0))
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -122,7 +144,7 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(memoryview(head)[1:], buffers=large)
 
 
-def answer_calls(listener: Listener, answer: Callable[..., Any]) -> None:
+def answer_calls(listener: Listener, secret: bytes, answer: Callable[..., Any]) -> None:
     """Answer the calls of the driver that connects next, on a thread.
 
     `answer` takes a method's name and its arguments, and raises nothing.
@@ -130,7 +152,7 @@ def answer_calls(listener: Listener, answer: Callable[..., Any]) -> None:
 
     def serve() -> None:
         answers: SimpleQueue[Any] = SimpleQueue()
-        with accept(listener) as connection, suppress(EOFError, OSError):
+        with accept(listener, secret) as connection, suppress(EOFError, OSError):
             # The driver may be sending its next call, and read no answer meanwhile.
             in_background(lambda: _send_answers(connection, answers))
             while True:
@@ -231,8 +253,8 @@ class Transport:
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._address, self._secret = address, secret
-        self.listener = Listener((address, 0), backlog=_MOST_WAITING, authkey=secret)
+        self._address, self.secret = address, secret
+        self.listener = Listener((address, 0), backlog=_MOST_WAITING)
         # Where other hosts, and the driver, connect to.
         self.control_address: Address = self.listener.address  # type: ignore[assignment]
         self._numbers = itertools.count(1)
@@ -256,11 +278,14 @@ class Transport:
         """
         self._rank = rank
         own, no_server = _started(self._address)
+        secret = self.secret
         with ThreadPoolExecutor(1, "accept") as thread:
             lower = [peer for peer in peers if peer < rank]
-            accepted = thread.submit(lambda: [accept(self.listener) for _ in lower])
+            accepted = thread.submit(
+                lambda: [accept(self.listener, secret) for _ in lower]
+            )
             higher = sorted(peers.keys() - lower)
-            connections = [dial(peers[p], self._secret) for p in higher]
+            connections = [dial(peers[p], secret) for p in higher]
             connections += accepted.result()
         for each in connections:
             send(each, (rank, *self._shown(own), no_server))

@@ -211,7 +211,7 @@ class HostWorker:
         def answer(method: str, given: Sequence[Any]) -> Any:
             return getattr(self, method)(*given)
 
-        answer_calls(self._transport.listener, answer)
+        answer_calls(self._transport.listener, self._transport.secret, answer)
 
     @_reported
     def connect(

@@ -1,10 +1,8 @@
 """Eight virtual CPU devices, a compile cache and two meshes for every test."""
 
 import gc
-import itertools
 import os
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,6 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax._src import compiler  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
@@ -64,25 +61,6 @@ settings.load_profile("fuzz" if IS_FUZZ else "repeatable")
 gc.set_threshold(50_000)  # seventy times the usual: jaxprs of many tests stay alive
 sys.dont_write_bytecode = False  # whoever forbids it pays 8 seconds a process
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-
-def _shared_contexts(make: Callable[[], Any], programs: int = 500) -> Any:
-    """Lowers so many programs in one MLIR context, which takes as long as a small one.
-
-    Not all, for a context keeps the constants of its programs.
-    """
-    count, context = itertools.count(), make()
-
-    def shared() -> Any:
-        nonlocal context
-        if next(count) % programs == programs - 1:
-            context = make()
-        return context
-
-    return shared
-
-
-mlir.make_ir_context = _shared_contexts(mlir.make_ir_context)
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from autopar.errors import HostLostError
+from autopar.runtime import ray_transport
 from autopar.runtime.ray_job import Failure
 from autopar.runtime.ray_transport import (
     Address,
@@ -47,8 +48,8 @@ class Host:
 
 def serve(host: Host) -> Address:
     """Have a host answer; where it is reached."""
-    listener = Listener(("127.0.0.1", 0), authkey=SECRET)
-    answer_calls(listener, host.answer)
+    listener = Listener(("127.0.0.1", 0))
+    answer_calls(listener, SECRET, host.answer)
     return listener.address  # type: ignore[return-value]
 
 
@@ -106,6 +107,25 @@ def test_who_does_not_know_the_secret_is_not_answered(host: Host):
     with dial(address, SECRET) as connection:  # the host waits for the right one
         send(connection, ("echo", (1,)))
         assert receive(connection) == (1,)
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(4)])
+def test_a_stranger_does_not_keep_the_driver_out(host: Host, said: bytes):
+    """Ray looks for the processes that had a port before."""
+    address = serve(host)
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(said)
+        with dial(address, SECRET) as connection:
+            send(connection, ("echo", (1,)))
+            assert receive(connection) == (1,)
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ray_transport, "_CONNECT_SECONDS", 0.2)
+    with Listener(("127.0.0.1", 0)) as listener, pytest.raises(OSError):
+        dial(listener.address, SECRET)  # type: ignore[arg-type]
 
 
 def told(answer: Answer) -> Any:
