@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from autopar.audit.replica_groups import parse_groups
+from autopar.audit.compiled_collectives import parse_groups
 from autopar.sharding.mesh import MeshShape
 
 CUBE = MeshShape(("x", "y", "z"), (2, 3, 4))

@@ -24,7 +24,7 @@ from autopar.audit.compiled_collectives import (
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import at_size
 from autopar.costs.resharding import Resharder
-from autopar.lowering.collectives import apply_step
+from autopar.lowering.spmd import apply_step
 from autopar.sharding.collective import Collective
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.paths import cheapest_path, refined_mesh

@@ -6,15 +6,16 @@ known trip counts around it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 import jax
+import numpy as np
 
 from autopar.audit.hlo_text import Instruction
 from autopar.audit.loop_trips import TripReader
-from autopar.audit.replica_groups import parse_groups
 from autopar.sharding.collective import Collective, Surroundings, device_groups
 
 _REDUCTIONS = {
@@ -215,3 +216,73 @@ class CompiledProgram:
             for opcode in re.findall(r" ([a-z]+)\(", line)
         )
         return next((_REDUCTIONS[o] for o in opcodes if o in _REDUCTIONS), "")
+
+
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?\)?)\))?(?: ?\{([^}]*)\})?")
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+
+Groups = list[list[int]]
+
+
+def parse_groups(text: str) -> Groups:
+    """Returns the groups that `text` starts with; none of them means all devices.
+
+    Raises:
+      ValueError: if the spelling is not one of those above.
+    """
+    if not text or text.startswith("{}"):
+        return []
+    if text.startswith("{{"):
+        rows = text[: text.index("}}") + 1]
+        return [_numbers(row) for row in re.findall(r"\{([\d,]+)", rows)]
+    if text.startswith("mesh["):
+        return _mesh_groups(text)
+    if found := _IOTA.match(text):
+        num_groups, size = _numbers(found.group(1))
+        ids = _iota(found.group(2) or found.group(1), found.group(3))
+        return ids.reshape(num_groups, size).tolist()
+    raise ValueError(
+        "Device groups must be spelled {{...}}, [...]<=[...] or mesh[...], but got "
+        f"{text[:60]!r}; add the new spelling to autopar/audit/compiled_collectives.py."
+    )
+
+
+def _mesh_groups(text: str) -> Groups:
+    found = _MESH.match(text)
+    assert found, f"Cannot read the mesh in {text[:60]!r}."
+    names = re.findall(r"'([^']+)'=(\d+)", found.group(1))
+    sizes = {name: int(size) for name, size in names}
+    devices = _mesh_devices(found.group(2), tuple(sizes.values()))
+    # Every axis becomes one dim, or three where only part of it takes part.
+    dims: list[int] = []
+    dim_by_axis: dict[str, int] = {}
+    chosen = _AXIS.findall(found.group(3) or "")
+    cuts = {name: (int(before), int(size)) for name, before, size in chosen if before}
+    for name, size in sizes.items():
+        before, part = cuts.get(name, (1, size))
+        dim_by_axis[name] = len(dims) + 1
+        dims += [before, part, size // (before * part)]
+    inner = [dim_by_axis[name] for name, _, _ in chosen]
+    outer = [dim for dim in range(len(dims)) if dim not in inner]
+    group_size = prod(dims[dim] for dim in inner)
+    ordered = devices.reshape(dims).transpose(outer + inner)
+    return ordered.reshape(-1, group_size).tolist()
+
+
+def _mesh_devices(text: str | None, sizes: Sequence[int]) -> np.ndarray:
+    if not text:
+        return np.arange(prod(sizes))
+    if found := _IOTA.match(text):
+        return _iota(found.group(2) or found.group(1), found.group(3)).reshape(-1)
+    return np.array(_numbers(text))
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    shape = _numbers(dims)
+    ids = np.arange(prod(shape)).reshape(shape)
+    return ids.transpose(_numbers(permutation)) if permutation else ids
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

@@ -56,15 +56,14 @@ def kind_of(op: Operator) -> int:
     return FUSED if is_fused else IN_PLACE if op.kind.startswith(_READING) else KERNEL
 
 
-def fresh_of(op: Operator, writes: Sequence[int]) -> Sequence[int]:
-    """Of what an operator writes, all that cannot lie over what it reads.
+def fresh_of(op: Operator, kind: int, writes: Sequence[int]) -> Sequence[int]:
+    """Of what an operator of a kind writes, all that cannot lie over what it reads.
 
     Those are results of a product, say, and stacks of a loop, which goes along others.
     """
     if op.kind == SCAN:
         return writes[op.params["num_carry"] :]
-    is_one = op.kind in STRUCTURED or kind_of(op) != KERNEL
-    return () if is_one else writes
+    return writes if kind == KERNEL and op.kind not in STRUCTURED else ()
 
 
 def expanded_bytes(op: Operator, sizes: Sequence[int], family: str) -> int:

@@ -22,7 +22,7 @@ typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_er
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from heapq import heapify, heappop, heappush
@@ -332,20 +332,19 @@ class _BlockSweep:
         self.family = sweep.family
         self.tensor: list[int] = []
         self.spec: list[Spec] = []
-        self.bytes: list[int] = []
         self.is_copy: list[bool] = []
         self.maker: list[int] = []  # a node, or -1 for what lies elsewhere
         self.nodes: list[_Node] = []
         self.number: dict[tuple[int, Spec], int] = {}
         self.views: list[tuple[int, list[int]]] = []
         self._add_nodes()
+        self.bytes = [*map(sweep.bytes, self.tensor, self.spec)]
         self._put_in_memory()
 
     def _new(self, tensor: int, spec: Spec, maker: int, is_copy: bool = False) -> int:
         number = self.number[tensor, spec] = len(self.tensor)
         self.tensor.append(tensor)
         self.spec.append(spec)
-        self.bytes.append(self.sweep.bytes(tensor, spec))
         self.is_copy.append(is_copy)
         self.maker.append(maker)
         return number
@@ -376,7 +375,8 @@ class _BlockSweep:
             if maker >= 0:
                 self.nodes.append(_Node(FUSED, [], [value]))
         for op in block.operators:
-            specs, kind = sweep.read[op.index], sweep.kinds[op.index]
+            specs, own = sweep.read[op.index], sweep.kinds[op.index]
+            kind = own
             if self.family == "CPU" and op.kind.startswith(("dot", "scatter")):
                 kind = KERNEL  # a loop over updates, and what its products read
             reads = [
@@ -397,7 +397,7 @@ class _BlockSweep:
             reads = [value for value in reads if value >= 0]
             node = len(self.nodes)
             writes = [self._new(each, made[each], node) for each in op.results]
-            new = _Node(kind, reads, writes, op.index, fresh_of(op, writes))
+            new = _Node(kind, reads, writes, op.index, fresh_of(op, own, writes))
             new.is_done_once = self.family == "CPU" and op.kind in TRANSCENDENTAL
             self.nodes.append(new)
         specs = sweep.plan.outputs[block.index]
@@ -423,31 +423,36 @@ class _BlockSweep:
         kept = {v for k, v in enumerate(self.outputs) if k not in self.border.sent}
         num_readers, is_needed = Counter(self.outputs), set(kept)
         for node in self.nodes:
-            num_readers.update(dict.fromkeys(node.reads, 1))
+            for value in node.reads if len(node.reads) < 2 else {*node.reads}:
+                num_readers[value] += 1
             if node.kind in (KERNEL, VIEW):
                 is_needed.update(node.reads)
-        self.in_memory = [True] * len(self.tensor)
+        size, self.in_memory = self.bytes, [True] * len(self.tensor)
         sources = [frozenset((value,)) for value in range(len(self.tensor))]
+        hidden: dict[int, frozenset[int]] = {}  # what waits inside of its readers
         for node in self.nodes:
-            read = [sources[each] for each in node.reads]
-            node.sources = frozenset().union(*read)
-            above = (self.maker[each] for each in node.reads)
-            inside = [self.nodes[k] for k in above if k >= 0]
-            hidden = [k.waits for k in inside if not self._is_kernel(k)]
-            node.waits = node.waits.union(*hidden)
-            if node.kind == VIEW and node.reads:
-                self.in_memory[node.writes[0]] = False
-                sources[node.writes[0]] = node.sources
-            if node.kind != FUSED:
-                continue
-            amount = sum(self.bytes[each] for each in node.sources)
-            for value in node.writes:
-                is_dear = amount > AS_MUCH * self.bytes[value] or node.is_done_once
-                is_there = value in is_needed or len(node.sources) > MOST_SOURCES
-                if is_there or (num_readers[value] > 1 and is_dear):
-                    continue
-                self.in_memory[value] = False
-                sources[value] = node.sources
+            read = {sources[each] for each in node.reads}
+            node.sources = read.pop() if len(read) == 1 else frozenset().union(*read)
+            if hidden:
+                node.waits |= {v for e in node.reads for v in hidden.get(e, ())}
+            inside: Iterable[int] = ()
+            if node.kind == VIEW:
+                inside = node.writes if node.reads else ()
+            elif node.kind == FUSED and len(node.sources) <= MOST_SOURCES:
+                amount = sum([size[each] for each in node.sources])
+                inside = [
+                    value
+                    for value in node.writes
+                    if value not in is_needed
+                    and (
+                        num_readers[value] < 2
+                        or (amount <= AS_MUCH * size[value] and not node.is_done_once)
+                    )
+                ]
+            for value in inside:
+                self.in_memory[value], sources[value] = False, node.sources
+            if node.waits and not self._is_kernel(node):
+                hidden.update(dict.fromkeys(node.writes, node.waits))
         self.sources = sources
 
     def _is_kernel(self, node: _Node) -> bool:
@@ -456,6 +461,7 @@ class _BlockSweep:
     def swept(self) -> BlockMemory:
         """What is live in the order that holds less."""
         kernels = [k for k, node in enumerate(self.nodes) if self._is_kernel(node)]
+        self.before = {k: self._before(self.nodes[k]) for k in kernels}
         orders = [self._post_order(kernels), self._freeing_order(kernels)]
         if self.family == "TPU":
             orders.append(self._written_order(kernels))
@@ -466,7 +472,7 @@ class _BlockSweep:
         found = dict[int, None]()
         ends = [self.maker[v] for v in self.outputs if v >= 0 and self.in_memory[v]]
         for end in (*ends, *kernels):
-            path = [(end, iter(self._before(end)))] if end >= 0 else []
+            path = [(end, iter(self.before[end]))] if end >= 0 else []
             while path:
                 node, before = path[-1]
                 following = next((k for k in before if k not in found), None)
@@ -474,14 +480,14 @@ class _BlockSweep:
                     found[node] = None
                     path.pop()
                 else:
-                    path.append((following, iter(self._before(following))))
+                    path.append((following, iter(self.before[following])))
         return list(found)
 
     def _written_order(self, kernels: Sequence[int]) -> list[int]:
         """As the step is written, with what converts to less behind what it reads."""
         place: dict[int, int] = {}
         for number in kernels:
-            node, before = self.nodes[number], self._before(number)
+            node, before = self.nodes[number], self.before[number]
             less = sum(self.bytes[v] for v in node.sources)
             less -= sum(self.bytes[v] for v in node.writes)
             is_early = node.operator < 0 < less and before
@@ -496,20 +502,23 @@ class _BlockSweep:
                 readers.setdefault(value, []).append(number)
         left = {value: len(found) for value, found in readers.items()}
         left.update({v: left.get(v, 0) + 1 for v in self.outputs})
-        before = {number: self._before(number) for number in kernels}
-        waits = {number: len(found) for number, found in before.items()}
+        waits = {number: len(found) for number, found in self.before.items()}
         after: dict[int, list[int]] = {}
-        for number, makers in before.items():
+        for number, makers in self.before.items():
             for maker in makers:
                 after.setdefault(maker, []).append(number)
         over = {self.outputs[k] for k in self.border.over}
 
+        made = {
+            k: [v for v in self.nodes[k].writes if self.in_memory[v] and v not in over]
+            for k in kernels
+        }
+        size, maker = self.bytes, self.maker
+
         def freed(number: int) -> tuple[int, int]:
-            node = self.nodes[number]
-            made = [v for v in node.writes if self.in_memory[v] and v not in over]
-            last = [v for v in node.sources if left[v] == 1 and self.maker[v] >= 0]
-            held = sum(self.bytes[v] for v in made) - sum(self.bytes[v] for v in last)
-            return held, number
+            sources = self.nodes[number].sources
+            last = [size[v] for v in sources if left[v] == 1 and maker[v] >= 0]
+            return sum([size[v] for v in made[number]]) - sum(last), number
 
         ready = [freed(number) for number in kernels if not waits[number]]
         heapify(ready)
@@ -536,11 +545,11 @@ class _BlockSweep:
                             heappush(ready, freed(other))
         return list(found)
 
-    def _before(self, node: int) -> list[int]:
-        own = self.nodes[node]
-        makers = [self.maker[value] for value in sorted(own.sources)]
-        waits = [self.maker[v] for v in sorted(own.waits) if self.in_memory[v]]
-        return list(dict.fromkeys(k for k in (*waits, *makers) if k >= 0))
+    def _before(self, node: _Node) -> list[int]:
+        """The kernels that a kernel reads from, or waits for."""
+        waits = [v for v in sorted(node.waits) if self.in_memory[v]]
+        makers = [self.maker[value] for value in (*waits, *sorted(node.sources))]
+        return [k for k in dict.fromkeys(makers) if k >= 0]
 
     def _run(self, order: Sequence[int]) -> _Run:
         """What is live where kernels run in an order."""

@@ -1,7 +1,7 @@
 """A user's own shard_map in the step: its mesh, and the collectives it makes itself.
 
 Our program is one region manual over the whole mesh. A shard_map over axes of that mesh
-is inlined into it (see `graph/inline_shard_map.py`): operands come in the specs that
+is inlined into it (see `graph/blocks.py`): operands come in the specs that
 its in_specs say, whole along other axes, and its body runs on them as it is written.
 """
 

@@ -81,7 +81,7 @@ class Megatron:
 
     Within a group, layers are split by columns and then by rows: by the inner dim of an
     MLP, the heads of an attention, the words of a vocabulary. Which dims these are is
-    found from the operators that share them (`tensor_parallel_dims.py`).
+    found from the operators that share them (`megatron_restriction.py`).
 
     Args:
       tensor: devices in a group: the size of the last mesh axis, or the product of the

@@ -18,7 +18,7 @@ from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
 from ..graph.paired_operators import GATHERED_AGAIN
 from ..graph.work import accumulation_dtype
 from ..plans.plan import ShardingPlan
-from ..sharding.state_flow import made_of
+from ..sharding.state_flow import Flow
 
 _BACKWARD = "transpose("  # how jax.grad names what it transposes
 
@@ -57,12 +57,12 @@ class _Builder:
     def __init__(self, graph: OpGraph) -> None:
         self.tensors = list(graph.tensors)
         self.next_index = 1 + max((op.index for op in graph.operators()), default=0)
-        inputs = graph.inputs
-        of_state = made_of(graph, [i.tensor for i in inputs if i.role == "state"])
+        inputs, flow = graph.inputs, Flow(graph)
+        of_state = flow.made_of([i.tensor for i in inputs if i.role == "state"])
         others = [i.tensor for i in inputs if i.role not in ("state", "constant")]
         self.parameters = {
             tensor
-            for tensor in of_state - made_of(graph, others)
+            for tensor in of_state - flow.made_of(others)
             if _is_float(graph.tensors[tensor])
         }
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from ..sharding.pins import Pin
 from ..sharding.ports import Read, Write, ports_of
 from ..sharding.spec import Spec, is_pending, replicated
 from .axis_orders import Orders, in_orders, orders_of_step, strategies_in_orders
+from .equal_rows import equal_rows
 from .overlap import visible_fractions
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import (
@@ -44,7 +46,6 @@ from .strategies import (
     tensor_specs,
 )
 from .vertices import (
-    NO_SITE,
     OPERAND,
     SITES,
     Access,
@@ -53,6 +54,8 @@ from .vertices import (
     VertexColumns,
     VertexKind,
 )
+
+WRITES, READS = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,23 +207,13 @@ class _Builder:
                 self.add_tensor("result", choices, [], [read])
 
     def add_operator(self, row: int, op: Operator) -> None:
-        """An operator with its strategies."""
+        """An operator with its strategies; `accesses_of` says what it joins."""
         key = self.alike[row], op.index in self.must_split, op.block
         number = self.known.get(key)
         if number is None:
             number = self.known[key] = self.operator_pattern(op, key[:2])
-        vertex = len(self.pattern)
         self.pattern.append(number)
         self.row.append(row)
-        written, read = self.accesses[number]
-        self.writes += [
-            (vertex, t, c) for t, c in zip(op.results, written, strict=True)
-        ]
-        own = iter(read)
-        for position, operand in enumerate(op.operands):
-            if isinstance(operand, int):
-                site = OPERAND, op.index, position
-                self.reads.append((vertex, operand, next(own), *site))
 
     def operator_pattern(self, op: Operator, kind: tuple[int, bool]) -> int:
         if kind not in self.enumerated:
@@ -287,8 +280,7 @@ class _Builder:
         for (tensor, _), own in zip(writes, written, strict=True):
             self.writes.append((vertex, tensor, own))
         for (tensor, _, site), own in zip(reads, read, strict=True):
-            kind_of_site = NO_SITE if kind == "relay" else SITES[site[0]]
-            self.reads.append((vertex, tensor, own, kind_of_site, *site[1:]))
+            self.reads.append((vertex, tensor, own, SITES[site[0]], *site[1:]))
 
     def add_pattern(self, pattern: Pattern) -> int:
         """The number of a new pattern."""
@@ -340,66 +332,147 @@ class _Builder:
     def connected(self) -> ShardingProblem:
         """The problem, with relays for tensors that several read."""
         graph = self.graph
-        write_of = {tensor: at for at, (_, tensor, _) in enumerate(self.writes)}
-        reads_of: dict[int, list[int]] = {}
-        for at, read in enumerate(self.reads):
-            reads_of.setdefault(read[1], []).append(at)
-        visible = visible_fractions(graph, self.cluster)
-        blocks = [block.weight for block in graph.blocks]
-        weights = (np.array(blocks)[graph.columns.block_of_tensors] * visible).tolist()
-        like = {op.index for op in graph.operators() if op.kind == RELAYOUT_LIKE}
-        types: list[EdgeType] = []
-        known: dict[object, int | None] = {}
-        edges: list[tuple[int, ...]] = []
-        relays: dict[int, int] = {}
-        for tensor, own in reads_of.items():
-            made = through = write_of[tensor]
-            pairs: list[tuple[int, int, bool]] = []
-            if len(own) > 1:
-                relays[tensor] = len(self.pattern)
-                pairs.append((made, len(self.reads), False))
-                through = len(self.writes)
-                self.add_relay(tensor, self.choices[self.writes[made][2]])
-            for at in own:  # or what only says where another operand lies
-                _, _, _, kind, index, position = self.reads[at]
-                is_like = kind == OPERAND and position == 1 and index in like
-                pairs.append((made if is_like else through, at, is_like))
-            size, weight = self.num_bytes[self.type_of[tensor]], weights[tensor]
-            for write, read, as_made in pairs:
-                first, second = self.writes[write], self.reads[read]
-                if first[0] == second[0]:
-                    continue  # it has one spec under every choice
-                key = first[2], second[2], size, weight, as_made
-                if key not in known:
-                    found = self.edge_type(*key)
-                    known[key] = None if found is None else len(types)
-                    types += [] if found is None else [found]
-                number = known[key]
-                if number is not None:
-                    edges.append((number, first[0], second[0], write, read))
-        number, first, second, writes, reads = (
-            np.array(edges, np.intp).reshape(-1, 5).T.copy()
+        writes, reads = self.accesses_of(WRITES), self.accesses_of(READS)
+        write_of = np.full(len(graph.tensors), -1)
+        write_of[writes[:, 1]] = np.arange(len(writes))
+
+        # Relays, in the order in which their tensors are read first.
+        tensors, first, times = np.unique(
+            reads[:, 1], return_index=True, return_counts=True
         )
-        vertices = self.columns()
+        turn = np.zeros(len(graph.tensors), np.intp)
+        turn[tensors] = first
+        shared = tensors[times > 1]
+        shared = shared[np.argsort(turn[shared])]
+        number, makers = np.arange(len(shared)), write_of[shared]
+        vertices = len(self.pattern) + number
+        choices = self.add_relays(shared, writes[makers, 2])
+        relays = np.stack([vertices, shared, choices], axis=1)
+
+        # What says where another operand lies reads the tensor as it was made.
+        like = [op.index for op in graph.operators() if op.kind == RELAYOUT_LIKE]
+        is_like = (reads[:, 3] == OPERAND) & (reads[:, 5] == 1)
+        is_like &= np.isin(reads[:, 4], like)
+        through = write_of.copy()
+        through[shared] = len(writes) + number
+        source = np.where(is_like, write_of[reads[:, 1]], through[reads[:, 1]])
+        to_relays = makers, len(reads) + number, 0 * number
+        to_readers = source, np.arange(len(reads)), is_like
+        order = np.argsort(turn[np.append(shared, reads[:, 1])], kind="stable")
+        edges = np.concatenate([to_relays, to_readers], axis=1)[:, order]
+
+        writes = np.concatenate([writes, relays])
+        reads = np.concatenate([reads, np.pad(relays, ((0, 0), (0, 3)))])
+        visible = visible_fractions(graph, self.cluster)
+        types, number = self.edge_types(writes, reads, edges, visible)
+        write, read = edges[:2, number >= 0]
+        joined = TypedEdges(
+            types, number[number >= 0], writes[write, 0], reads[read, 0]
+        )
+        own = VertexColumns(
+            graph,
+            tuple(self.patterns),
+            np.array(self.pattern, np.intp),
+            np.array(self.row, np.intp),
+            Accesses.of(writes, len(self.pattern)),
+            Accesses.of(reads, len(self.pattern)),
+            tuple(self.choices),
+            self.names,
+        )
         return ShardingProblem(
             graph,
             self.mesh,
-            vertices,
-            ChoiceGraph(vertices.nodes, TypedEdges(types, number, first, second)),
-            relays,
-            write_of,
-            vertices,
+            own,
+            ChoiceGraph(own.nodes, joined),
+            dict(zip(shared.tolist(), vertices.tolist(), strict=True)),
+            dict(zip(tensors.tolist(), write_of[tensors].tolist(), strict=True)),
+            own,
             visible,
-            writes,
-            reads,
+            write,
+            read,
         )
 
-    def add_relay(self, tensor: int, made: SpecChoices) -> None:
-        """A shared copy of a tensor, which is made in some of the choices `made`."""
-        kind = self.graph.tensors[tensor].type
-        choices = self.legal_specs(kind, pending=made.may_be_pending)
-        read: Read = (tensor, 0, ("operand", 0, 0))
-        self.add_tensor("relay", choices, [(tensor, 0)], [read])
+    def accesses_of(self, side: int) -> np.ndarray:
+        """[accesses, columns] what vertices write, or read, by vertex."""
+        columns, rows = self.graph.columns, np.array(self.row, np.intp)
+        if side == WRITES:
+            others, row, tensor = self.writes, columns.rows_of_results, columns.results
+        else:
+            others, row, tensor = self.reads, columns.rows_of_operands, columns.operands
+        others = np.array(others, np.intp).reshape(-1, 3 if side == WRITES else 6)
+        vertex_of = np.full(len(self.alike), -1)
+        vertex_of[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
+        position = np.arange(len(row)) - np.searchsorted(row, row)
+        kept = (tensor >= 0) & (vertex_of[row] >= 0)
+        row = row[kept]
+        vertex = vertex_of[row]
+        choices = [each[side] for each in self.accesses]  # of patterns
+        begin = np.cumsum([0, *map(len, choices)])[
+            np.array(self.pattern, np.intp)[vertex]
+        ]
+        place = begin + np.arange(len(row)) - np.searchsorted(row, row)
+        flat = np.array(list(chain.from_iterable(choices)), np.intp)
+        site = np.full(len(row), OPERAND), columns.index[row], position[kept]
+        own = np.stack([vertex, tensor[kept], flat[place], *site], axis=1)
+        found = np.concatenate([others, own[:, : others.shape[1]]])
+        return found[np.argsort(found[:, 0], kind="stable")]
+
+    def add_relays(self, tensors: np.ndarray, made: np.ndarray) -> np.ndarray:
+        """A shared copy of each tensor, which is made in some of the choices `made`.
+
+        Returns the choices of each.
+        """
+        types = self.graph.columns.type_of[tensors]
+        examples, kinds = equal_rows(types, made)
+        choices, patterns = np.zeros((2, len(examples)), np.intp)
+        for kind in np.argsort(examples).tolist():
+            type_ = self.graph.columns.types[types[examples[kind]]]
+            may_be_pending = self.choices[made[examples[kind]]].may_be_pending
+            own = self.legal_specs(type_, pending=may_be_pending)
+            seconds = self.sharing(0.0 * own.fractions)
+            held = held_bytes("relay", [type_.bytes], [own], len(seconds))
+            patterns[kind] = self.add_pattern(
+                Pattern("relay", seconds, held, (own,), (own,))
+            )
+            choices[kind] = self.numbered(own)
+        self.pattern += patterns[kinds].tolist()
+        self.row += [-1] * len(tensors)
+        return choices[kinds]
+
+    def edge_types(
+        self,
+        writes: np.ndarray,
+        reads: np.ndarray,
+        edges: np.ndarray,
+        visible: np.ndarray,
+    ) -> tuple[list[EdgeType], np.ndarray]:
+        """The types of edges, and that of each (write, read, as made).
+
+        It is -1 where all costs are 0, or a vertex has one spec for both.
+        """
+        columns, blocks = self.graph.columns, [b.weight for b in self.graph.blocks]
+        write, read, as_made = edges
+        tensor = reads[read, 1]
+        sizes, size = np.unique(self.num_bytes, return_inverse=True)
+        weights, weight = np.unique(
+            np.array(blocks)[columns.block_of_tensors] * visible, return_inverse=True
+        )
+        size, weight = size[columns.type_of[tensor]], weight[tensor]
+        first, second = writes[write, 2], reads[read, 2]
+        examples, kinds = equal_rows(first, second, size, weight, as_made)
+        is_between = writes[write, 0] != reads[read, 0]
+        types = list[EdgeType]()
+        numbers = np.full(len(examples), -1)
+        for kind in np.argsort(examples).tolist():
+            at = examples[kind]
+            found = self.edge_type(
+                *(int(first[at]), int(second[at]), int(sizes[size[at]])),
+                *(float(weights[weight[at]]), bool(as_made[at])),
+            )
+            if found is not None:
+                numbers[kind] = len(types)
+                types.append(found)
+        return types, np.where(is_between, numbers[kinds], -1)
 
     def edge_type(
         self, source: int, target: int, size: int, weight: float, as_made: bool
@@ -417,19 +490,6 @@ class _Builder:
             self.by_size[pair] = self.resharder.by_size(*pair)
         costs = at_size(self.by_size[pair], size) * weight
         return (sources.classes, targets.classes, costs) if costs.any() else None
-
-    def columns(self) -> VertexColumns:
-        """All vertices."""
-        return VertexColumns(
-            self.graph,
-            tuple(self.patterns),
-            np.array(self.pattern, np.intp),
-            np.array(self.row, np.intp),
-            Accesses.of(self.writes, len(self.pattern)),
-            Accesses.of(self.reads, len(self.pattern)),
-            tuple(self.choices),
-            self.names,
-        )
 
 
 def held_bytes(

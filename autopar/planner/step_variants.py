@@ -15,7 +15,7 @@ from ..option_values import Offload, Remat
 from ..plans.plan import Padding, ShardingPlan
 from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat_trace import with_recomputation
-from ..sharding.state_flow import makers_of
+from ..sharding.state_flow import Flow
 
 _PLAIN = "operator by operator"
 
@@ -139,7 +139,7 @@ def optimizer_state(graph: OpGraph) -> tuple[int, ...]:
     phases = [Phases.of(block) for block in graph.blocks]
     backward = [op for each in phases for op in each.backward]
     read = {t for op in backward for t in (*tensors_of(op.operands), *op.results)}
-    needed = makers_of(graph, read)
+    needed = Flow(graph).makers_of(read)
     first_use: dict[int, int] = {}
     for position, op in enumerate(graph.blocks[0].operators):
         for tensor in tensors_of(op.operands):

@@ -85,12 +85,11 @@ class Accesses:
     site: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, ...]], num_vertices: int) -> Accesses:
+    def of(cls, rows: np.ndarray, num_vertices: int) -> Accesses:
         """From (vertex, tensor, choices), and the site of reads, by vertex."""
-        columns = np.array(rows, np.intp).reshape(-1, len(rows[0]) if rows else 6)
-        start = np.searchsorted(columns[:, 0], np.arange(num_vertices + 1))
-        vertex, tensor, choices = columns[:, :3].T.copy()
-        return cls(start, vertex, tensor, choices, columns[:, 3:])
+        start = np.searchsorted(rows[:, 0], np.arange(num_vertices + 1))
+        vertex, tensor, choices = rows[:, :3].T.copy()
+        return cls(start, vertex, tensor, choices, rows[:, 3:])
 
     def tensors(self) -> Iterator[list[int]]:
         """Those of each vertex."""

@@ -21,7 +21,7 @@ from ..graph.op_graph import Operator, OpGraph
 from ..graph.phases import Phases, ScanPair, scan_pairs
 from ..graph.work import holds_heavy_work
 from ..option_values import Remat
-from ..sharding.state_flow import made_of
+from ..sharding.state_flow import Flow
 from .segments import segments_of
 
 
@@ -74,7 +74,7 @@ class RecomputeSets:
 
 def recompute_sets(graph: OpGraph, batch: Sequence[int], remat: Remat) -> RecomputeSets:
     """What a level does again; `batch` are the graph's inputs that hold examples."""
-    finder = _Finder(graph, remat, made_of(graph, batch))
+    finder = _Finder(graph, remat, Flow(graph).made_of(batch))
     for block in graph.blocks:
         finder.add_block(Phases.of(block))
     return RecomputeSets(
@@ -99,7 +99,7 @@ def group_of(
     `batch` are the graph's inputs that hold examples, `known` tensors that are there
     anyhow. None where no bytes would be saved.
     """
-    finder = _Finder(graph, remat, made_of(graph, batch))
+    finder = _Finder(graph, remat, Flow(graph).made_of(batch))
     group = finder.group(forward, finder.done_again(forward), wanted, ())
     if group is None or not finder.saves_bytes(group, known):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Protocol
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster, cluster_by_name
 from ..costs.collectives import collective_seconds, priced_kind
+from ..graph.work import is_heavy
 from ..planner.explain_choice import WeighedChoice
 from ..planner.reasons import Alternative
 from ..plans.leaf_groups import LeafGroup, group_leaves
@@ -23,12 +24,12 @@ from ..plans.plan_view import (
     OperatorView,
     PlanView,
     ProgramView,
+    format_source,
     grouped,
 )
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
 from .answers import Answers
-from .cautions import cautions
 from .findings import (
     Findings,
     PlanOrigin,
@@ -285,3 +286,30 @@ def seconds_of(
     is_named = all(name in mesh.axis_names for name in names)
     link = cluster.link(mesh, names if is_named else mesh.axis_names)
     return float(collective_seconds(priced_kind(each.plan.kind), each.plan.bytes, link))
+
+
+_MOST_NAMED = 5
+
+
+def cautions(programs: Sequence[ProgramView]) -> tuple[str, ...]:
+    """Sentences, one for each program of which devices repeat heavy work."""
+    return tuple(_about_repeated_work(programs))
+
+
+def _about_repeated_work(programs: Sequence[ProgramView]) -> Iterator[str]:
+    for program in programs:
+        plan, size = program.sharding, program.sharding.mesh.size
+        repeated = [
+            op for op in plan.operators if is_heavy(op.kind) and op.split < size
+        ]
+        if not repeated:
+            continue
+        lines = list(dict.fromkeys(format_source(op.source) for op in repeated))
+        named = ", ".join(lines[:_MOST_NAMED])
+        more = f" and {len(lines) - _MOST_NAMED} more" * (len(lines) > _MOST_NAMED)
+        where = f"In {program.name}, " if program.name else ""
+        share = 1 - plan.predicted.split_flops_fraction
+        yield (
+            f"{where}{share:.1%} of the heavy flops are done by several devices alike: "
+            f"{named}{more}."
+        )

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..graph.op_graph import Operator, TensorType, is_zero
+from ..sharding.relayout import relayout_like_p
 from ..sharding.spec import REPLICATED
 from .base import Factor, Shard, is_inexact, pending_sums, register
 
@@ -104,3 +106,15 @@ def device_put(op: Operator) -> list[Factor]:
     if len(op.operands) > 1:
         return []
     return [*dim_factors(op), *pending_sums(op, (0,))]
+
+
+def _bind_first(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """A value laid out like another: the other says where, and that is done by now.
+
+    It is kept alive, as the plan has what it is made by.
+    """
+    del op, shard
+    return [lax.optimization_barrier(tuple(operands))[0]]
+
+
+register(relayout_like_p.name, bind=_bind_first)(dim_factors)

@@ -173,8 +173,8 @@ def factors_with_halos(op: Operator, names: Sequence[str]) -> tuple[Factor, ...]
 
 def rows_with_halos(graph: OpGraph, names: Sequence[tuple[str, ...]]) -> list[int]:
     """Operators whose shards exchange something; `names` are those of their factors."""
-    rows = enumerate(zip(graph.operators(), names, strict=True))
-    return [k for k, (op, own) in rows if has_traffic(op) or _any_has_halos(own)]
+    rows = enumerate(zip(graph.columns.where(has_traffic).tolist(), names, strict=True))
+    return [k for k, (sends, own) in rows if sends or _any_has_halos(own)]
 
 
 @lru_cache(maxsize=1 << 12)

@@ -1,7 +1,7 @@
 """`autopar.relayout` and `relayout_like`: a value elsewhere, its gradient where it was.
 
 `relayout_like` is a primitive of two operands that gives its first; the planner reads
-the second as it lies, and the rule (`rules/relayout.py`) lays the first out like it.
+the second as it lies, and the rule (`rules/elementwise.py`) lays the first out like it.
 Under `jax.jit` it vanishes, and it commutes with grad and vmap.
 """
 

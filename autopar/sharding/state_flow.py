@@ -6,10 +6,9 @@ a loop: what one iteration leaves for the next is told apart by what it does fir
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -36,14 +35,12 @@ class StateFlow:
 
 def state_flow(graph: OpGraph, per_example: Collection[int]) -> StateFlow:
     """How state flows in a step, given the tensors that have a batch dim."""
-    sources, targets = _flow(graph)
-    following, preceding = _neighbours(sources, targets), _neighbours(targets, sources)
+    flow = Flow(graph)
     state = [i.tensor for i in graph.inputs if i.role == "state"]
-    from_examples = _reached(per_example, following)
-    for_examples = _reached(per_example, preceding)
-    from_state = _reached(state, following)
+    from_examples, for_examples = flow.made_of(per_example), flow.makers_of(per_example)
+    from_state = flow.made_of(state)
     parameters = frozenset(t for t in state if t in for_examples)
-    from_parameters = _reached(parameters, following)
+    from_parameters = flow.made_of(parameters)
     examples = frozenset(per_example)
     return StateFlow(
         parameters,
@@ -53,21 +50,47 @@ def state_flow(graph: OpGraph, per_example: Collection[int]) -> StateFlow:
     )
 
 
-def made_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
-    """The tensors, and all that is made of them."""
-    sources, targets = _flow(graph)
-    return _reached(tensors, _neighbours(sources, targets))
+class Flow:
+    """What the tensors of a graph are made of, and made for."""
 
+    def __init__(self, graph: OpGraph) -> None:
+        self._graph, (self._sources, self._targets) = graph, _flow(graph)
 
-def makers_of(
-    graph: OpGraph, tensors: Iterable[int], *, around_loops: bool = False
-) -> set[int]:
-    """The tensors, and all that they are made of; also in earlier turns of a loop."""
-    sources, targets = _flow(graph)
-    before = _neighbours(targets, sources)
-    for left, next_one in _around_loops(graph) if around_loops else ():
-        before[next_one].append(left)
-    return _reached(tensors, before)
+    def made_of(self, tensors: Iterable[int]) -> set[int]:
+        """The tensors, and all that is made of them."""
+        return _reached(tensors, *self._following)
+
+    def makers_of(
+        self, tensors: Iterable[int], *, around_loops: bool = False
+    ) -> set[int]:
+        """The tensors, and all that they are made of; also in earlier iterations."""
+        preceding = self._preceding_around if around_loops else self._preceding
+        return _reached(tensors, *preceding)
+
+    @cached_property
+    def _following(self) -> tuple[list[int], list[int]]:
+        return self._neighbours(self._sources, self._targets)
+
+    @cached_property
+    def _preceding(self) -> tuple[list[int], list[int]]:
+        return self._neighbours(self._targets, self._sources)
+
+    @cached_property
+    def _preceding_around(self) -> tuple[list[int], list[int]]:
+        around = np.array([*_around_loops(self._graph)], np.intp).reshape(-1, 2)
+        return self._neighbours(
+            np.append(self._targets, around[:, 1]),
+            np.append(self._sources, around[:, 0]),
+        )
+
+    def _neighbours(
+        self, tensors: np.ndarray, others: np.ndarray
+    ) -> tuple[list[int], list[int]]:
+        """Where those of each tensor begin, and the neighbours."""
+        order = np.argsort(tensors, kind="stable")
+        all_tensors = np.arange(len(self._graph.tensors) + 1)
+        begin = np.searchsorted(tensors[order], all_tensors)
+        return begin.tolist(), others[order].tolist()
 
 
 def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
@@ -85,20 +108,14 @@ def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
                 yield left, next_one
 
 
-def _neighbours(tensors: np.ndarray, others: np.ndarray) -> dict[int, list[int]]:
-    found = defaultdict[int, list[int]](list)
-    for tensor, other in zip(tensors.tolist(), others.tolist(), strict=True):
-        found[tensor].append(other)
-    return found
-
-
 def _reached(
-    starts: Iterable[int], neighbours: Mapping[int, Collection[int]]
+    starts: Iterable[int], begin: Sequence[int], neighbours: Sequence[int]
 ) -> set[int]:
     found = set(starts)
     left = list(found)
     while left:
-        for each in neighbours.get(left.pop(), ()):
+        tensor = left.pop()
+        for each in neighbours[begin[tensor] : begin[tensor + 1]]:
             if each not in found:
                 found.add(each)
                 left.append(each)

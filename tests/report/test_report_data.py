@@ -14,9 +14,8 @@ from autopar.clusters.cluster import Cluster
 from autopar.plans.plan import InputPlan
 from autopar.plans.plan_view import PlanView
 from autopar.report.answers import Answers
-from autopar.report.cautions import cautions
 from autopar.report.findings import Findings
-from autopar.report.report import MOST_LIGHT, Report
+from autopar.report.report import MOST_LIGHT, Report, cautions
 from autopar.sharding.spec import REPLICATED
 from autopar.steps.execution import held_by_submesh
 from autopar.steps.parallel_plan import Plan

@@ -13,8 +13,7 @@ from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
 from autopar.solver.likely import improve_among_likely
 from autopar.solver.messages import Passing, sweep_order
-from autopar.solver.reduce import Reduced, reduce
-from autopar.solver.unfold import BestChoice
+from autopar.solver.reduce import BestChoice, Reduced, reduce
 from tests.solver.brute_force import brute_force
 from tests.solver.random_graphs import random_graph
 
