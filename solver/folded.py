@@ -88,9 +88,10 @@ class _Folded:
                 max_rounds=ROUNDS_AT_ONCE,
                 work_limit=self.until - self.clock.spent,
             )
-            if messages.choices is not None and messages.cost < cost:
+            if is_new := messages.choices is not None and messages.cost < cost:
                 best, cost = messages.choices, messages.cost
-            if best is not None and cost - passing.bound > gap * abs(cost):
+            is_open = cost - passing.bound > gap * abs(cost)
+            if best is not None and is_open and (is_new or messages.is_finished):
                 best = improve_among_likely(
                     *(self.layers.ring, best, messages.marginals, self.search.pool),
                     gap=gap,
