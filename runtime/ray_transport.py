@@ -47,8 +47,9 @@ from .ray_programs import from_local_parts, local_parts
 from .ray_transfers import HostTransfer, host_transfer
 
 Address = tuple[str, int]
-_CONNECT_SECONDS = 30.0
-_STRANGER_SECONDS = 5.0  # for somebody who connects, and says nothing
+_CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 60.0  # for a host that connects to others first
+_STRANGER_SECONDS = 20.0  # for somebody who connects, and says nothing
 _SMALL_BYTES = 1 << 16  # larger arrays are sent from where they lie
 NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
@@ -87,7 +88,7 @@ def dial(address: Address, secret: bytes) -> Connection:
     raw.settimeout(None)
     connection = Connection(raw.detach())
     try:
-        with _limited(connection, _CONNECT_SECONDS):
+        with _limited(connection, _ANSWER_SECONDS):
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
     except EOFError as error:

@@ -110,8 +110,11 @@ def test_who_does_not_know_the_secret_is_not_answered(host: Host):
 
 
 @pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(4)])
-def test_a_stranger_does_not_keep_the_driver_out(host: Host, said: bytes):
+def test_a_stranger_does_not_keep_the_driver_out(
+    host: Host, said: bytes, monkeypatch: pytest.MonkeyPatch
+):
     """Ray looks for the processes that had a port before."""
+    monkeypatch.setattr(ray_transport, "_STRANGER_SECONDS", 1.0)
     address = serve(host)
     with socket.create_connection(address) as stranger:
         stranger.sendall(said)
@@ -123,7 +126,7 @@ def test_a_stranger_does_not_keep_the_driver_out(host: Host, said: bytes):
 def test_a_host_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ray_transport, "_CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(ray_transport, "_ANSWER_SECONDS", 0.2)
     with Listener(("127.0.0.1", 0)) as listener, pytest.raises(OSError):
         dial(listener.address, SECRET)  # type: ignore[arg-type]
 
