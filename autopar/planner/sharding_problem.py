@@ -363,6 +363,8 @@ class _Builder:
 
         writes = np.concatenate([writes, relays])
         reads = np.concatenate([reads, np.pad(relays, ((0, 0), (0, 3)))])
+        is_between = writes[edges[0], 0] != reads[edges[1], 0]
+        edges = edges[:, is_between]  # else a vertex has one spec for both
         visible = visible_fractions(graph, self.cluster)
         types, number = self.edge_types(writes, reads, edges, visible)
         write, read = edges[:2, number >= 0]
@@ -385,7 +387,7 @@ class _Builder:
             own,
             ChoiceGraph(own.nodes, joined),
             dict(zip(shared.tolist(), vertices.tolist(), strict=True)),
-            dict(zip(tensors.tolist(), write_of[tensors].tolist(), strict=True)),
+            {tensor: at for tensor, at in enumerate(write_of.tolist()) if at >= 0},
             own,
             visible,
             write,
@@ -448,7 +450,7 @@ class _Builder:
     ) -> tuple[list[EdgeType], np.ndarray]:
         """The types of edges, and that of each (write, read, as made).
 
-        It is -1 where all costs are 0, or a vertex has one spec for both.
+        It is -1 where all costs are 0.
         """
         columns, blocks = self.graph.columns, [b.weight for b in self.graph.blocks]
         write, read, as_made = edges
@@ -460,7 +462,6 @@ class _Builder:
         size, weight = size[columns.type_of[tensor]], weight[tensor]
         first, second = writes[write, 2], reads[read, 2]
         examples, kinds = equal_rows(first, second, size, weight, as_made)
-        is_between = writes[write, 0] != reads[read, 0]
         types = list[EdgeType]()
         numbers = np.full(len(examples), -1)
         for kind in np.argsort(examples).tolist():
@@ -472,7 +473,7 @@ class _Builder:
             if found is not None:
                 numbers[kind] = len(types)
                 types.append(found)
-        return types, np.where(is_between, numbers[kinds], -1)
+        return types, numbers[kinds]
 
     def edge_type(
         self, source: int, target: int, size: int, weight: float, as_made: bool

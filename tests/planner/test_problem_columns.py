@@ -155,3 +155,14 @@ def test_a_step_may_read_nothing(step: Any) -> None:
     mesh = parse_mesh("x:8", cluster.num_devices)
     problem = build_problem(graph, mesh, cluster, Resharder(mesh, cluster))
     assert len(problem.vertices) <= 2
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_makes_a_tensor_is_known_whoever_reads_it(step: str) -> None:
+    problem = _problem(step)
+    made = [t for op in problem.graph.operators() for t in op.results]
+    given = [each.tensor for each in problem.graph.inputs]
+    for tensor in (*made, *given):
+        vertex, access = problem.writer(tensor)
+        assert access.tensor == tensor
+        assert tensor in [each.tensor for each in problem.vertices[vertex].writes]
