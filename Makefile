@@ -8,7 +8,8 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 N ?= 1000
-TIMEOUT := 900  # seconds that a test of a commit may take; one that hangs is told
+# Seconds that a test of a commit may take: one that hangs is told.
+TIMEOUT := 900
 
 .PHONY: demo test test-all test-targets fuzz lint install
 

@@ -70,7 +70,7 @@ def accept(listener: Listener, secret: bytes) -> Connection:
     while True:
         connection = listener.accept()
         with suppress(AuthenticationError, EOFError, OSError):
-            with _limited(connection, _STRANGER_SECONDS):
+            with _handshake(connection, _STRANGER_SECONDS):
                 deliver_challenge(connection, secret)
                 answer_challenge(connection, secret)
             return connection
@@ -88,7 +88,7 @@ def dial(address: Address, secret: bytes) -> Connection:
     raw.settimeout(None)
     connection = Connection(raw.detach())
     try:
-        with _limited(connection, _ANSWER_SECONDS):
+        with _handshake(connection, _ANSWER_SECONDS):
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
     except EOFError as error:
@@ -97,10 +97,10 @@ def dial(address: Address, secret: bytes) -> Connection:
 
 
 @contextmanager
-def _limited(connection: Connection, seconds: float) -> Iterator[None]:
+def _handshake(connection: Connection, seconds: float) -> Iterator[None]:
     """What is read inside comes within so many seconds, or raises an OSError.
 
-    Small messages are not held back until the one before is acknowledged.
+    From then on small messages are not held back until the one before is acknowledged.
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -279,14 +279,13 @@ class Transport:
         """
         self._rank = rank
         own, no_server = _started(self._address)
-        secret = self.secret
         with ThreadPoolExecutor(1, "accept") as thread:
             lower = [peer for peer in peers if peer < rank]
             accepted = thread.submit(
-                lambda: [accept(self.listener, secret) for _ in lower]
+                lambda: [accept(self.listener, self.secret) for _ in lower]
             )
             higher = sorted(peers.keys() - lower)
-            connections = [dial(peers[p], secret) for p in higher]
+            connections = [dial(peers[p], self.secret) for p in higher]
             connections += accepted.result()
         for each in connections:
             send(each, (rank, *self._shown(own), no_server))

@@ -228,6 +228,13 @@ Groups = list[list[int]]
 def parse_groups(text: str) -> Groups:
     """Returns the groups that `text` starts with; none of them means all devices.
 
+    {{0,1},{2,3}}                 listed; also (source, target) pairs
+    {} or nothing                 all devices
+    [4,2]<=[2,4]T(1,0)            iota: reshape, transpose, cut into rows
+    mesh['a'=2,'b'=4] {'b'}       along the named axes of a mesh of iota devices
+    mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}     the same, devices reordered
+    mesh['a'=8] {'a':(2)4}        along part of an axis: of size 4, after 2
+
     Raises:
       ValueError: if the spelling is not one of those above.
     """

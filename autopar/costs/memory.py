@@ -22,7 +22,7 @@ typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_er
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from heapq import heapify, heappop, heappush
@@ -423,7 +423,7 @@ class _BlockSweep:
         kept = {v for k, v in enumerate(self.outputs) if k not in self.border.sent}
         num_readers, is_needed = Counter(self.outputs), set(kept)
         for node in self.nodes:
-            for value in node.reads if len(node.reads) < 2 else {*node.reads}:
+            for value in set(node.reads):
                 num_readers[value] += 1
             if node.kind in (KERNEL, VIEW):
                 is_needed.update(node.reads)
@@ -435,10 +435,8 @@ class _BlockSweep:
             node.sources = read.pop() if len(read) == 1 else frozenset().union(*read)
             if hidden:
                 node.waits |= {v for e in node.reads for v in hidden.get(e, ())}
-            inside: Iterable[int] = ()
-            if node.kind == VIEW:
-                inside = node.writes if node.reads else ()
-            elif node.kind == FUSED and len(node.sources) <= MOST_SOURCES:
+            inside = node.writes if node.kind == VIEW and node.reads else []
+            if node.kind == FUSED and len(node.sources) <= MOST_SOURCES:
                 amount = sum([size[each] for each in node.sources])
                 inside = [
                     value
@@ -509,16 +507,16 @@ class _BlockSweep:
                 after.setdefault(maker, []).append(number)
         over = {self.outputs[k] for k in self.border.over}
 
+        size, maker, in_memory = self.bytes, self.maker, self.in_memory
         made = {
-            k: [v for v in self.nodes[k].writes if self.in_memory[v] and v not in over]
-            for k in kernels
+            k: sum(size[v] for v in nodes.writes if in_memory[v] and v not in over)
+            for k, nodes in ((k, self.nodes[k]) for k in kernels)
         }
-        size, maker = self.bytes, self.maker
 
         def freed(number: int) -> tuple[int, int]:
             sources = self.nodes[number].sources
             last = [size[v] for v in sources if left[v] == 1 and maker[v] >= 0]
-            return sum([size[v] for v in made[number]]) - sum(last), number
+            return made[number] - sum(last), number
 
         ready = [freed(number) for number in kernels if not waits[number]]
         heapify(ready)

@@ -141,7 +141,12 @@ _IDENTITIES = frozenset(
 
 
 def inline_shard_map(op: Operator, operands: Sequence[Any]) -> list[Any]:
-    """The results of a shard_map on the shards that its specs name."""
+    """The results of a shard_map on the shards that its specs name.
+
+    Our region is manual over all its axes and tracks no varying types
+    (check_vma=False), so the casts between those types vanish and collectives that
+    state them lose the statement.
+    """
     return _evaluate(op.params["jaxpr"], (), operands)
 
 

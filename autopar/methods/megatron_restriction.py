@@ -179,6 +179,11 @@ def tensor_parallel_dims(
 ) -> set[Dim]:
     """The dims to split into `num_parts`, in all tensors.
 
+    Dims that are split together form a class. A class is split everywhere or nowhere,
+    and no two classes of one tensor both are: so each class is a decision of a small
+    choice graph, which splits as much of the heavy work as it can, and of all ways to
+    do so takes the one whose partial sums are smallest.
+
     Only dims of `parameters` come into question, and none that an argument in `batch`
     has: what enters the step and what it is compared with stays whole in a group.
     """

@@ -46,6 +46,7 @@ from .strategies import (
     tensor_specs,
 )
 from .vertices import (
+    NO_SITE,
     OPERAND,
     SITES,
     Access,
@@ -280,7 +281,8 @@ class _Builder:
         for (tensor, _), own in zip(writes, written, strict=True):
             self.writes.append((vertex, tensor, own))
         for (tensor, _, site), own in zip(reads, read, strict=True):
-            self.reads.append((vertex, tensor, own, SITES[site[0]], *site[1:]))
+            kind_of_site = NO_SITE if kind == "relay" else SITES[site[0]]
+            self.reads.append((vertex, tensor, own, kind_of_site, *site[1:]))
 
     def add_pattern(self, pattern: Pattern) -> int:
         """The number of a new pattern."""
@@ -345,12 +347,14 @@ class _Builder:
         shared = tensors[times > 1]
         shared = shared[np.argsort(turn[shared])]
         number, makers = np.arange(len(shared)), write_of[shared]
-        vertices = len(self.pattern) + number
-        choices = self.add_relays(shared, writes[makers, 2])
-        relays = np.stack([vertices, shared, choices], axis=1)
+        before = len(self.reads)
+        for tensor, at in zip(shared.tolist(), makers.tolist(), strict=True):
+            self.add_relay(tensor, self.choices[writes[at, 2]])
+        relays = np.array(self.reads[before:], np.intp).reshape(-1, 6)
 
         # What says where another operand lies reads the tensor as it was made.
-        like = [op.index for op in graph.operators() if op.kind == RELAYOUT_LIKE]
+        rows = graph.columns.where(lambda op: op.kind == RELAYOUT_LIKE)
+        like = graph.columns.index[rows]
         is_like = (reads[:, 3] == OPERAND) & (reads[:, 5] == 1)
         is_like &= np.isin(reads[:, 4], like)
         through = write_of.copy()
@@ -361,16 +365,15 @@ class _Builder:
         order = np.argsort(turn[np.append(shared, reads[:, 1])], kind="stable")
         edges = np.concatenate([to_relays, to_readers], axis=1)[:, order]
 
-        writes = np.concatenate([writes, relays])
-        reads = np.concatenate([reads, np.pad(relays, ((0, 0), (0, 3)))])
+        writes = np.concatenate([writes, relays[:, :3]])
+        reads = np.concatenate([reads, relays])
         is_between = writes[edges[0], 0] != reads[edges[1], 0]
         edges = edges[:, is_between]  # else a vertex has one spec for both
         visible = visible_fractions(graph, self.cluster)
-        types, number = self.edge_types(writes, reads, edges, visible)
-        write, read = edges[:2, number >= 0]
-        joined = TypedEdges(
-            types, number[number >= 0], writes[write, 0], reads[read, 0]
-        )
+        types, type_of = self.edge_types(writes, reads, edges, visible)
+        write, read, _ = edges
+        joined = TypedEdges.of(types, type_of, writes[write, 0], reads[read, 0])
+        is_priced = np.array([each is not None for each in types], bool)[type_of]
         own = VertexColumns(
             graph,
             tuple(self.patterns),
@@ -386,12 +389,12 @@ class _Builder:
             self.mesh,
             own,
             ChoiceGraph(own.nodes, joined),
-            dict(zip(shared.tolist(), vertices.tolist(), strict=True)),
+            dict(zip(shared.tolist(), relays[:, 0].tolist(), strict=True)),
             {tensor: at for tensor, at in enumerate(write_of.tolist()) if at >= 0},
             own,
             visible,
-            write,
-            read,
+            write[is_priced],
+            read[is_priced],
         )
 
     def accesses_of(self, side: int) -> np.ndarray:
@@ -419,27 +422,12 @@ class _Builder:
         found = np.concatenate([others, own[:, : others.shape[1]]])
         return found[np.argsort(found[:, 0], kind="stable")]
 
-    def add_relays(self, tensors: np.ndarray, made: np.ndarray) -> np.ndarray:
-        """A shared copy of each tensor, which is made in some of the choices `made`.
-
-        Returns the choices of each.
-        """
-        types = self.graph.columns.type_of[tensors]
-        examples, kinds = equal_rows(types, made)
-        choices, patterns = np.zeros((2, len(examples)), np.intp)
-        for kind in np.argsort(examples).tolist():
-            type_ = self.graph.columns.types[types[examples[kind]]]
-            may_be_pending = self.choices[made[examples[kind]]].may_be_pending
-            own = self.legal_specs(type_, pending=may_be_pending)
-            seconds = self.sharing(0.0 * own.fractions)
-            held = held_bytes("relay", [type_.bytes], [own], len(seconds))
-            patterns[kind] = self.add_pattern(
-                Pattern("relay", seconds, held, (own,), (own,))
-            )
-            choices[kind] = self.numbered(own)
-        self.pattern += patterns[kinds].tolist()
-        self.row += [-1] * len(tensors)
-        return choices[kinds]
+    def add_relay(self, tensor: int, made: SpecChoices) -> None:
+        """A shared copy of a tensor, which is made in some of the choices `made`."""
+        kind = self.graph.tensors[tensor].type
+        choices = self.legal_specs(kind, pending=made.may_be_pending)
+        read: Read = (tensor, 0, ("operand", 0, 0))
+        self.add_tensor("relay", choices, [(tensor, 0)], [read])
 
     def edge_types(
         self,
@@ -447,11 +435,8 @@ class _Builder:
         reads: np.ndarray,
         edges: np.ndarray,
         visible: np.ndarray,
-    ) -> tuple[list[EdgeType], np.ndarray]:
-        """The types of edges, and that of each (write, read, as made).
-
-        It is -1 where all costs are 0.
-        """
+    ) -> tuple[list[EdgeType | None], np.ndarray]:
+        """The types of edges, and that of each (write, read, as made)."""
         columns, blocks = self.graph.columns, [b.weight for b in self.graph.blocks]
         write, read, as_made = edges
         tensor = reads[read, 1]
@@ -462,18 +447,9 @@ class _Builder:
         size, weight = size[columns.type_of[tensor]], weight[tensor]
         first, second = writes[write, 2], reads[read, 2]
         examples, kinds = equal_rows(first, second, size, weight, as_made)
-        types = list[EdgeType]()
-        numbers = np.full(len(examples), -1)
-        for kind in np.argsort(examples).tolist():
-            at = examples[kind]
-            found = self.edge_type(
-                *(int(first[at]), int(second[at]), int(sizes[size[at]])),
-                *(float(weights[weight[at]]), bool(as_made[at])),
-            )
-            if found is not None:
-                numbers[kind] = len(types)
-                types.append(found)
-        return types, numbers[kinds]
+        columns = first, second, sizes[size], weights[weight], as_made
+        each_kind = zip(*(column[examples].tolist() for column in columns), strict=True)
+        return [self.edge_type(*each) for each in each_kind], kinds
 
     def edge_type(
         self, source: int, target: int, size: int, weight: float, as_made: bool

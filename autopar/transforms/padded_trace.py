@@ -2,8 +2,11 @@
 
 Arguments are padded as the step begins and results cut as it ends; between them a value
 is as long as its padding. How padding passes an operator is what the operator's rule
-says of shards; what no factor takes is cut to its true size. So
-planner and lowering see a step like any other.
+says of shards; what no factor takes is cut to its true size. So planner and lowering
+see a step like any other.
+
+Padding lies behind all else and may hold anything. Where a factor's dims reach the
+result, it lies behind that, too; where they are reduced it must be neutral first.
 """
 
 from __future__ import annotations
