@@ -295,7 +295,7 @@ class _Sweep:
         return max(map(self.block, blocks, borders))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Node:
     """A kernel, or what is done inside of others: an operator, a copy, a slice.
 

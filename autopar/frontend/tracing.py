@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from ..graph.garbage import without_garbage_collection
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import assume_cudnn
 from ..state.distributed_array import (
@@ -44,9 +45,7 @@ _is_tracing = ContextVar("is_tracing", default=False)
 
 def is_array_leaf(leaf: Any) -> bool:
     """Whether a leaf can be traced: an array, a number, or the shape of one."""
-    if isinstance(leaf, _LEAF_TYPES):
-        return True
-    return hasattr(leaf, "__jax_array__")
+    return isinstance(leaf, _LEAF_TYPES) or hasattr(leaf, "__jax_array__")
 
 
 def parameter_names(fun: Callable[..., Any], num_args: int) -> tuple[str, ...]:
@@ -145,6 +144,7 @@ def rewritten(closed: Any) -> Any:
     return with_transposed_products(dead_code_eliminated(with_batching_dims(closed)))
 
 
+@without_garbage_collection()
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TracedFunction:

@@ -1,7 +1,7 @@
-"""Planning without the cyclic garbage collector.
+"""Tracing and planning without the cyclic garbage collector.
 
 A plan of a deep model makes millions of objects that live until it is done, and no
-cycles; walking them all again and again took a third of the time.
+cycles; walking them all took a third of planning and a sixth of tracing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, product
+from math import prod
 from operator import itemgetter
 
 import numpy as np
@@ -59,45 +61,51 @@ class Strategies:
 def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
     """Every way to give each mesh axis a factor that divides."""
     factors = factors_of(op)
-    sizes = np.array(mesh.axis_sizes)
-    rows = np.array(list(product(range(len(factors)), repeat=len(sizes))))
+    rows = combinations(len(factors), mesh.num_axes)
+    parts = parts_by_axes(mesh.axis_sizes).tolist()
+    axes = [axes_in(rows, index) for index in range(len(factors))]
     legal = np.ones(len(rows), bool)
-    for index, factor in enumerate(factors):
+    for factor, own in zip(factors, axes, strict=True):
         if factor.size:
-            used = np.where(rows == index, sizes, 1).prod(axis=1)
-            admitted = [n for n in np.unique(used).tolist() if factor.admits(n)]
-            legal &= np.isin(used, admitted)
-        for other, each in enumerate(factors):
-            if factor.excludes and each.name == factor.excludes:
-                legal &= ~((rows == index).any(axis=1) & (rows == other).any(axis=1))
-    operand_states = np.array([f.operands for f in factors], int).reshape(
-        len(factors), len(op.operands)
-    )
-    result_states = np.array([f.results for f in factors], int).reshape(
-        len(factors), len(op.results)
-    )
-    operand_specs = operand_states[rows].transpose(0, 2, 1)
-    result_specs = result_states[rows].transpose(0, 2, 1)
-    for types, specs in (
-        (op.operand_types, operand_specs),
-        (op.result_types, result_specs),
-    ):
-        for position, kind in enumerate(types):
-            legal &= legal_rows(kind, specs[:, position], sizes)
-    rows, operand_specs = rows[legal], operand_specs[legal]
-    result_specs = result_specs[legal]
+            legal &= np.array([factor.admits(each) for each in parts])[own]
+        for other, theirs in zip(factors, axes, strict=True):
+            if factor.excludes and other.name == factor.excludes:
+                legal &= (own == 0) | (theirs == 0)
+    kinds = (*op.operand_types, *op.result_types)
+    states = np.array([(*f.operands, *f.results) for f in factors], int)
+    specs = states.reshape(len(factors), -1)[rows].transpose(0, 2, 1)
+    for position, kind in enumerate(kinds):
+        legal &= legal_rows(kind, specs[:, position], mesh)
+    rows, specs, operands = rows[legal], specs[legal], len(op.operands)
     splits = np.array([factor.splits for factor in factors])
-    share = 1.0 / np.where(splits[rows], sizes, 1).prod(axis=1)
-    return Strategies(factors, rows, operand_specs, result_specs, share)
+    share = 1.0 / np.where(splits[rows], mesh.axis_sizes, 1).prod(axis=1)
+    return Strategies(factors, rows, specs[:, :operands], specs[:, operands:], share)
 
 
-def legal_rows(kind: TensorType, specs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def legal_rows(kind: TensorType, specs: np.ndarray, mesh: MeshShape) -> np.ndarray:
     """Which of `specs` [n, axes] split every dim of a tensor evenly: bool [n]."""
-    legal = np.ones(len(specs), bool)
+    legal, parts = np.ones(len(specs), bool), parts_by_axes(mesh.axis_sizes)
     for dim, size in enumerate(kind.shape):
-        used = np.where(specs == dim, sizes, 1).prod(axis=1)
-        legal &= (size % used == 0) & ((used == 1) | (size > 0))
+        fits = (size % parts == 0) & ((parts == 1) | (size > 0))
+        legal &= fits[axes_in(specs, dim)]
     return legal
+
+
+def axes_in(rows: np.ndarray, state: int) -> np.ndarray:
+    """[n] the set of axes that `rows` [n, axes] have in a state: bit a is axis a."""
+    return np.asarray((rows == state) @ (1 << np.arange(rows.shape[1])))
+
+
+@lru_cache(maxsize=64)
+def parts_by_axes(sizes: tuple[int, ...]) -> np.ndarray:
+    """[sets of axes] the number of shards along them, sets as `axes_in` tells them."""
+    return np.array([prod(each) for each in product(*((1, n) for n in sizes[::-1]))])
+
+
+@lru_cache(maxsize=64)
+def combinations(count: int, num_axes: int) -> np.ndarray:
+    """[n, axes] each way to give one of `count` things to every axis."""
+    return np.array(list(product(range(count), repeat=num_axes)))
 
 
 def tensor_specs(
@@ -109,9 +117,8 @@ def tensor_specs(
         states.extend(range(kind.rank))
         if pending and np.issubdtype(accumulation_dtype(kind), np.inexact):
             states.append(SUM)
-    specs = np.array(list(product(states, repeat=mesh.num_axes)))
-    legal = legal_rows(kind, specs, np.array(mesh.axis_sizes))
-    return tuple(tuple(int(state) for state in row) for row in specs[legal])
+    specs = np.array(states)[combinations(len(states), mesh.num_axes)]
+    return tuple(map(tuple, specs[legal_rows(kind, specs, mesh)].tolist()))
 
 
 def shard_fractions(specs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
@@ -123,26 +130,19 @@ def strategy_seconds(
     op: Operator, strategies: Strategies, mesh: MeshShape, cluster: Cluster
 ) -> np.ndarray:
     """Seconds of one execution under each strategy: [n]."""
-    num_flops = total_flops(op)
-    moved = np.zeros(len(strategies))
-    for types, specs in (
-        (op.operand_types, strategies.operand_specs),
-        (op.result_types, strategies.result_specs),
-    ):
-        for position, kind in enumerate(types):
-            if types is op.operand_types and op.kind in SLICING and position == 0:
-                continue  # only what is taken out of it is read
-            fractions = shard_fractions(specs[:, position], mesh.axis_sizes)
-            moved += kind.bytes * fractions
+    moved, sizes = np.zeros(len(strategies)), mesh.axis_sizes
+    specs = np.append(strategies.operand_specs, strategies.result_specs, axis=1)
+    for position, kind in enumerate((*op.operand_types, *op.result_types)):
+        if position or op.kind not in SLICING:  # else only what is taken out is read
+            moved += kind.bytes * shard_fractions(specs[:, position], sizes)
     sent = np.zeros(len(strategies))
     own = has_traffic(op)
     for row in np.flatnonzero(strategies.has_halos | own).tolist():
         chosen = strategies.chosen(row)
-        moved[row] += moved_bytes(op, chosen, mesh.axis_sizes)
+        moved[row] += moved_bytes(op, chosen, sizes)
         sent[row] = halo_seconds(op, chosen, mesh, cluster)
-    done = (num_flops * strategies.share).tolist()
+    done = (total_flops(op) * strategies.share).tolist()
     work = list(zip(done, moved.tolist(), strict=True))
-    sizes = mesh.axis_sizes
     if own:
         rows = map(strategies.chosen, range(len(work)))
         pairs = zip(rows, work, strict=True)
