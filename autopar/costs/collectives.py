@@ -17,6 +17,7 @@ own (`Cluster.link`).
 """
 
 import math
+from bisect import bisect_right
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,7 @@ def collective_seconds(kind: CollectiveKind, result_bytes: Any, link: AxisLink) 
 
 def at_size(by_size: np.ndarray, num_bytes: float) -> Any:
     """What costs for tensors of `SIZES`, by their first axis, are for another size."""
-    i = int(np.searchsorted(SIZES, num_bytes, "right")) - 1
-    i = min(max(i, 0), len(SIZES) - 2)
+    i = min(max(bisect_right(SIZES, num_bytes) - 1, 0), len(SIZES) - 2)
     part = (num_bytes - SIZES[i]) / (SIZES[i + 1] - SIZES[i])
     return by_size[i] + (by_size[i + 1] - by_size[i]) * part
 
