@@ -21,6 +21,7 @@ the whole process, JAX and the trace included.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -117,7 +118,6 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     from autopar.costs.resharding import Resharder
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
-    from autopar.graph.garbage import without_garbage_collection
     from autopar.planner.intra_op import read_plan
     from autopar.planner.sharding_problem import build_problem
     from autopar.planner.whole_step import roles_of
@@ -143,7 +143,7 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     resharder = Resharder(mesh, cluster)
     problem = timed("problem", lambda: build_problem(graph, mesh, cluster, resharder))
     choices = problem.choice_graph
-    found = timed("solve", without_garbage_collection()(lambda: solve(choices)))
+    found = timed("solve", lambda: solve(choices))
     share = seconds.pop("solve") / passed["solve"]  # others use the machine
     for phase in found.phases:
         step = "beside" if phase.name == "plan" else phase.name  # "plan" is read below
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
+        gc.disable()  # as planning does
         one = measure(arguments.one, CASES[arguments.one], with_loss=arguments.loss)
         print(json.dumps(asdict(one)))
         return

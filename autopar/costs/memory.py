@@ -22,10 +22,11 @@ typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_er
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from heapq import heapify, heappop, heappush
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -81,16 +82,18 @@ class BlockMemory:
 
     bytes: np.ndarray
     operators: tuple[int, ...]
-    values: tuple[Value, ...]
-    find_runs: Callable[[], Mapping[int, tuple[int, int]]]
+    sweep: _BlockSweep
+    run: _Run
+
+    @cached_property
+    def values(self) -> list[Value]:
+        """What is made in memory."""
+        return self.sweep.values(self.run)
 
     @cached_property
     def runs(self) -> Mapping[int, tuple[int, int]]:
-        """The first and last position at which each operator runs.
-
-        Its own, or those of the kernels that do it.
-        """
-        return self.find_runs()
+        """The first and last position of each operator, or of kernels that do it."""
+        return self.sweep.spans(self.run.position)
 
     @property
     def peak_bytes(self) -> int:
@@ -132,8 +135,7 @@ class MemoryProfile:
         return round(self._needed(self.blocks[0].peak_bytes))
 
     def _needed(self, swept: float) -> float:
-        needed = max(self.factor * swept - self.on_chip_bytes, 0.0)
-        return needed + self.workspace_bytes
+        return max(self.factor * swept - self.on_chip_bytes, 0.0) + self.workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -252,7 +254,7 @@ class _Sweep:
         specs = [op.operand_specs for op in plan.operators]
         self.read = dict(zip(columns.index.tolist(), specs, strict=True))
         self.blocks: dict[int, BlockMemory] = {}
-        self._sizes, self._shards = plan.mesh.axis_sizes, dict[Spec, int]()
+        self._sizes, self._shards = plan.mesh.axis_sizes, dict[int, int]()
         self.inner = Counter[int]()  # bytes that operators hold besides, by index
         for row in rows_with_halos(graph, [op.factors for op in plan.operators]):
             op = columns.operators[row]
@@ -266,10 +268,10 @@ class _Sweep:
             self.inner[op.index] += expanded_bytes(op, sizes, self.family)
 
     def bytes(self, tensor: int, spec: Spec) -> int:
-        """What one device holds of a tensor."""
-        shards = self._shards.get(spec)
+        """What one device holds of a tensor, in a spec that the plan has."""
+        shards = self._shards.get(id(spec))  # a spec has no hash that is kept
         if shards is None:
-            shards = self._shards[spec] = num_shards(spec, self._sizes)
+            shards = self._shards[id(spec)] = num_shards(spec, self._sizes)
         return self.graph.tensors[tensor].type.bytes // shards
 
     def block(self, block: Block, border: _Border) -> int:
@@ -335,14 +337,15 @@ class _BlockSweep:
         self.is_copy: list[bool] = []
         self.maker: list[int] = []  # a node, or -1 for what lies elsewhere
         self.nodes: list[_Node] = []
-        self.number: dict[tuple[int, Spec], int] = {}
+        self.number: dict[object, int] = {}  # by tensor as made, or (tensor, spec)
         self.views: list[tuple[int, list[int]]] = []
         self._add_nodes()
         self.bytes = [*map(sweep.bytes, self.tensor, self.spec)]
         self._put_in_memory()
 
     def _new(self, tensor: int, spec: Spec, maker: int, is_copy: bool = False) -> int:
-        number = self.number[tensor, spec] = len(self.tensor)
+        number = len(self.tensor)
+        self.number[(tensor, spec) if is_copy else tensor] = number
         self.tensor.append(tensor)
         self.spec.append(spec)
         self.is_copy.append(is_copy)
@@ -351,14 +354,15 @@ class _BlockSweep:
 
     def _read(self, tensor: int, spec: Spec) -> int:
         """The value of a tensor in a spec; what converts to it comes before."""
-        found = self.number.get((tensor, spec))
+        made = self.sweep.made[tensor]
+        is_copy = spec is not made and spec != made
+        found = self.number.get((tensor, spec) if is_copy else tensor)
         if found is not None:
             return found
-        copies = self.sweep.copies[tensor]
-        made = self.sweep.made[tensor]
-        source = next((each.source for each in copies if each.target == spec), made)
-        if source == spec:  # a constant of the body, say
+        if not is_copy:  # a constant of the body, say
             return self._new(tensor, spec, -1)
+        copies = self.sweep.copies[tensor]
+        source = next((each.source for each in copies if each.target == spec), made)
         before = self._read(tensor, source)
         value = self._new(tensor, spec, len(self.nodes), is_copy=True)
         kind = FUSED if is_cut_out(source, spec) else KERNEL
@@ -391,7 +395,7 @@ class _BlockSweep:
                     if value < 0:
                         value = self._new(result, made[result], len(self.nodes))
                         self.nodes.append(_Node(FUSED, [], [value]))
-                    self.number[result, made[result]] = value
+                    self.number[result] = value
                 self.views.append((op.index, [v for v in reads if v >= 0]))
                 continue
             reads = [value for value in reads if value >= 0]
@@ -430,9 +434,10 @@ class _BlockSweep:
         size, self.in_memory = self.bytes, [True] * len(self.tensor)
         sources = [frozenset((value,)) for value in range(len(self.tensor))]
         hidden: dict[int, frozenset[int]] = {}  # what waits inside of its readers
-        for node in self.nodes:
-            read = {sources[each] for each in node.reads}
-            node.sources = read.pop() if len(read) == 1 else frozenset().union(*read)
+        self.kernels: list[int] = []
+        for number, node in enumerate(self.nodes):
+            read = [sources[each] for each in node.reads]
+            node.sources = read[0] if len(read) == 1 else frozenset().union(*read)
             if hidden:
                 node.waits |= {v for e in node.reads for v in hidden.get(e, ())}
             inside = node.writes if node.kind == VIEW and node.reads else []
@@ -449,27 +454,27 @@ class _BlockSweep:
                 ]
             for value in inside:
                 self.in_memory[value], sources[value] = False, node.sources
-            if node.waits and not self._is_kernel(node):
+            if not node.writes or len(inside) < len(node.writes):
+                self.kernels.append(number)
+            elif node.waits:
                 hidden.update(dict.fromkeys(node.writes, node.waits))
         self.sources = sources
 
-    def _is_kernel(self, node: _Node) -> bool:
-        return not node.writes or any(self.in_memory[each] for each in node.writes)
-
     def swept(self) -> BlockMemory:
         """What is live in the order that holds less."""
-        kernels = [k for k, node in enumerate(self.nodes) if self._is_kernel(node)]
-        self.before = {k: self._before(self.nodes[k]) for k in kernels}
-        orders = [self._post_order(kernels), self._freeing_order(kernels)]
+        self.before = {k: self._before(self.nodes[k]) for k in self.kernels}
+        orders = [self._post_order(), self._freeing_order()]
         if self.family == "TPU":
-            orders.append(self._written_order(kernels))
+            orders.append(self._written_order())
         runs = [self._run(order) for order in orders]
-        return self._memory(min(runs, key=lambda run: run.bytes.max(initial=0)))
+        run = min(runs, key=lambda run: run.bytes.max(initial=0))
+        operators = tuple([self.nodes[node].operator for node in run.position])
+        return BlockMemory(run.bytes, operators, self, run)
 
-    def _post_order(self, kernels: Sequence[int]) -> list[int]:
+    def _post_order(self) -> list[int]:
         found = dict[int, None]()
         ends = [self.maker[v] for v in self.outputs if v >= 0 and self.in_memory[v]]
-        for end in (*ends, *kernels):
+        for end in (*ends, *self.kernels):
             path = [(end, iter(self.before[end]))] if end >= 0 else []
             while path:
                 node, before = path[-1]
@@ -481,21 +486,21 @@ class _BlockSweep:
                     path.append((following, iter(self.before[following])))
         return list(found)
 
-    def _written_order(self, kernels: Sequence[int]) -> list[int]:
+    def _written_order(self) -> list[int]:
         """As the step is written, with what converts to less behind what it reads."""
         place: dict[int, int] = {}
-        for number in kernels:
+        for number in self.kernels:
             node, before = self.nodes[number], self.before[number]
             less = sum(self.bytes[v] for v in node.sources)
             less -= sum(self.bytes[v] for v in node.writes)
             is_early = node.operator < 0 < less and before
             place[number] = max(place[k] for k in before) if is_early else number
-        return sorted(kernels, key=place.__getitem__)
+        return sorted(self.kernels, key=place.__getitem__)
 
-    def _freeing_order(self, kernels: Sequence[int]) -> list[int]:
+    def _freeing_order(self) -> list[int]:
         """Of the kernels that can run, always the one that frees the most next."""
         readers: dict[int, list[int]] = {}
-        for number in kernels:
+        for number in self.kernels:
             for value in self.nodes[number].sources:
                 readers.setdefault(value, []).append(number)
         left = {value: len(found) for value, found in readers.items()}
@@ -508,17 +513,17 @@ class _BlockSweep:
         over = {self.outputs[k] for k in self.border.over}
 
         size, maker, in_memory = self.bytes, self.maker, self.in_memory
-        made = {
-            k: sum(size[v] for v in nodes.writes if in_memory[v] and v not in over)
-            for k, nodes in ((k, self.nodes[k]) for k in kernels)
-        }
+        made = dict.fromkeys(self.kernels, 0)  # bytes that a kernel adds
+        for value, number in enumerate(maker):
+            if in_memory[value] and number in made and value not in over:
+                made[number] += size[value]
 
         def freed(number: int) -> tuple[int, int]:
             sources = self.nodes[number].sources
             last = [size[v] for v in sources if left[v] == 1 and maker[v] >= 0]
             return made[number] - sum(last), number
 
-        ready = [freed(number) for number in kernels if not waits[number]]
+        ready = [freed(number) for number in self.kernels if not waits[number]]
         heapify(ready)
         found = dict[int, None]()
         while ready:
@@ -589,20 +594,13 @@ class _BlockSweep:
         inner = [self.sweep.inner[self.nodes[node].operator] for node in order]
         return _Run(position, starts, ends, np.cumsum(changes)[:-1] + inner)
 
-    def _memory(self, run: _Run) -> BlockMemory:
-        values = [
-            Value(
-                *(self.tensor[number], self.spec[number], self.bytes[number]),
-                *(start, run.ends[number], self.is_copy[number]),
-            )
-            for number, start in enumerate(run.starts)
-            if start >= 0
-        ]
-        operators = tuple(self.nodes[node].operator for node in run.position)
-        find_runs = partial(self._runs, run.position)
-        return BlockMemory(run.bytes, operators, tuple(values), find_runs)
+    def values(self, run: _Run) -> list[Value]:
+        """All that is made in memory."""
+        every = self.tensor, self.spec, self.bytes, run.starts, run.ends, self.is_copy
+        starts = [start >= 0 for start in run.starts]
+        return [Value(*each) for each in compress(zip(*every, strict=True), starts)]
 
-    def _runs(self, position: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    def spans(self, position: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """When each operator runs, itself or inside of others."""
         end, count = len(position) - 1, len(self.tensor)
         runs: dict[int, tuple[int, int]] = {}
