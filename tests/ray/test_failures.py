@@ -1,8 +1,10 @@
 """What breaks on a host is told by the driver, in time, and leaves nothing behind."""
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +16,9 @@ from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError, WorkerError
 from autopar.methods.methods import PipelineParallel, ShardParallel
+from autopar.runtime import ray_workers
 from autopar.runtime.ray_local import LocalHosts
-from autopar.runtime.ray_workers import Workers
+from autopar.runtime.ray_workers import Workers, workers_of
 from benchmarks.models import build
 from tests.ray.on_workers import put_in_place_of
 
@@ -34,6 +37,14 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not is_true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.1)
+
+
+def placement_groups() -> set[str]:
+    """What is reserved of the cluster."""
+    from ray.util import placement_group_table
+
+    groups = placement_group_table().items()
+    return {name for name, each in groups if each["state"] in ("CREATED", "PENDING")}
 
 
 class Pipeline:
@@ -79,18 +90,22 @@ def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def test_the_next_call_starts_new_workers_and_old_state_is_named_lost(
+def test_closing_a_step_ends_its_workers_and_the_next_call_starts_others(
     pipeline: Pipeline,
 ):
     state, _ = pipeline.step(pipeline.first, pipeline.batch)
-    pipeline.workers.close("a test ended them.")
-    with pytest.raises(RuntimeError, match=r"gone: a test ended them\. Restore"):
+    processes, groups = pipeline.process_ids(), placement_groups()
+    assert all(map(is_alive, processes))
+    pipeline.step.close()
+    wait_until(lambda: not any(map(is_alive, processes)))
+    assert len(groups - placement_groups()) == 1
+    with pytest.raises(RuntimeError, match=r"gone: they were closed\. Restore"):
         pipeline.step(state, pipeline.batch)
     _, metrics = pipeline.step(pipeline.first, pipeline.batch)
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_dead_worker_is_reported_by_rank_within_seconds(
     pipeline: Pipeline, rank: int
 ):
@@ -106,6 +121,7 @@ def test_a_dead_worker_is_reported_by_rank_within_seconds(
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
+@pytest.mark.slow  # workers start; test_steps_ahead kills one of a group, too
 def test_a_worker_that_dies_in_a_group_is_reported_by_rank(ray_cluster: Cluster):
     workload = build("mlp")
     step: Any = parallelize(workload.step, method=ShardParallel(), cluster=ray_cluster)
@@ -134,9 +150,9 @@ def test_a_frozen_host_is_given_up_within_ten_seconds(ray_hosts: LocalHosts):
     wait_until(lambda: not any(map(is_alive, processes)), seconds=40)
 
 
-def test_a_call_that_takes_too_long_is_given_up(pipeline: Pipeline):
-    pipeline.step(pipeline.first, pipeline.batch)
-    workers, processes = pipeline.workers, pipeline.process_ids()
+def test_a_call_that_takes_too_long_is_given_up(ray_cluster: Cluster):
+    workers = workers_of(ray_cluster, (2,))
+    processes = [facts.process_id for facts in workers.facts]
     for each in processes:
         os.kill(each, signal.SIGSTOP)
     with pytest.raises(HostLostError, match=r"done in 1 s.*host 0.*host 1"):
@@ -144,20 +160,17 @@ def test_a_call_that_takes_too_long_is_given_up(pipeline: Pipeline):
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
-@pytest.mark.parametrize("end", ["close", pytest.param("drop", marks=pytest.mark.slow)])
-def test_closing_or_dropping_a_step_ends_its_workers(ray_cluster: Cluster, end: str):
-    import gc
-
-    from ray.util import placement_group_table
-
-    pipeline = Pipeline(ray_cluster)
+@pytest.mark.slow  # workers start
+def test_dropping_a_step_ends_its_workers(
+    ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    workers = weakref.WeakValueDictionary[Any, Workers]()  # as it is but for tests
+    monkeypatch.setattr(ray_workers, "_live", workers)
+    before, pipeline = placement_groups(), Pipeline(ray_cluster)
     state, _ = pipeline.step(pipeline.first, pipeline.batch)
     processes = pipeline.process_ids()
     assert all(map(is_alive, processes))
-    if end == "close":
-        pipeline.step.close()
     del state, pipeline
     gc.collect()
     wait_until(lambda: not any(map(is_alive, processes)))
-    groups = placement_group_table().values()
-    assert not [g for g in groups if g["state"] in ("CREATED", "PENDING")]
+    assert placement_groups() == before

@@ -1,7 +1,6 @@
 """Steps on two hosts equal one device; state stays there, only metrics come back."""
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,66 +10,13 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.api import ParallelFunction, parallelize
+from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 from autopar.runtime.ray_steps import METRIC_BYTES
-from autopar.runtime.ray_workers import Workers
 from autopar.state.distributed_array import DistributedArray
-from benchmarks.models import Workload, build
 from tests.ray.on_workers import kept_by, traffic_of
-
-TWO_STAGES = PipelineParallel(num_stages=2, num_microbatches=4)
-FORMS = pytest.mark.parametrize(
-    "method", [ShardParallel(), TWO_STAGES], ids=["one program", "two stages"]
-)
-MODELS = {
-    "mlp": lambda: build("mlp", optimizer="adamw_clip"),
-    "gpt": lambda: build("gpt", num_layers=2),
-}
-
-
-class Training:
-    """A parallel step on Ray, the same on one device, and arguments for both."""
-
-    def __init__(self, workload: Workload, method: Method, cluster: Cluster) -> None:
-        self.workload = workload
-        mesh = "x:4" if isinstance(method, PipelineParallel) else "data:2;model:4"
-        self.step: ParallelFunction = parallelize(
-            workload.step, method=method, cluster=cluster, mesh=mesh
-        )
-        self.reference: Callable[..., Any] = jax.jit(workload.step)
-        self.state: Any = workload.init(jax.random.key(0))
-        self.batch: Any = workload.make_batch(0)
-
-    @property
-    def executable(self) -> Any:
-        """What runs the step on the hosts."""
-        (executable,) = self.step._running()
-        return getattr(executable, "execute", executable)
-
-    @property
-    def workers(self) -> Workers:
-        return self.executable.workers
-
-
-@pytest.fixture(scope="module")
-def trainings(ray_cluster: Cluster) -> Callable[[str, Method], Training]:
-    made: dict[tuple[str, str], Training] = {}
-
-    def training(model: str, method: Method) -> Training:
-        key = model, str(method)
-        if key not in made:
-            made[key] = Training(MODELS[model](), method, ray_cluster)
-        return made[key]
-
-    return training
-
-
-def assert_close(got: Any, expected: Any) -> None:
-    leaves = jax.tree.leaves(autopar.fetch(got)), jax.tree.leaves(expected)
-    for a, b in zip(*leaves, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+from tests.ray.trainings import FORMS, MODELS, TWO_STAGES, Training, assert_close
 
 
 @FORMS
@@ -90,7 +36,7 @@ def test_the_whole_state_equals_the_full_batch_step(
 def test_only_the_batch_and_metrics_pass_through_the_driver(
     trainings: Any, method: Method
 ):
-    training = trainings("gpt", method)
+    training = trainings("mlp", method)
     state, _ = training.step(training.state, training.batch)
     assert all(isinstance(x, DistributedArray) for x in jax.tree.leaves(state))
     traffic = traffic_of(training.workers)
@@ -168,7 +114,7 @@ def test_a_saved_state_goes_on_there_and_on_one_device(
 
 
 def test_both_stages_are_busy_at_once(trainings: Any):
-    training = trainings("gpt", TWO_STAGES)
+    training = trainings("mlp", TWO_STAGES)
     state, _ = training.step(training.state, training.batch)
     (pipelined,) = training.step._running()
     pieces = pipelined.pipeline.split(jax.tree.leaves((state, training.batch)))
