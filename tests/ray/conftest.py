@@ -63,7 +63,8 @@ def ray_hosts() -> Iterator[LocalHosts]:
 
 @pytest.fixture
 def hosts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Has the workers that start in this test run a text before all else."""
+    """Has workers, which start in this test, run a text before all else."""
+    monkeypatch.setattr(ray_workers, "_live", {})
     environment = ray_actors._environment
 
     def run(text: str) -> None:
