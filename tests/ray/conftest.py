@@ -51,8 +51,9 @@ def ray_hosts() -> Iterator[LocalHosts]:
     class Bare(cluster_utils.Cluster):
         """Without an autoscaler, and without who prints logs of hosts."""
 
-        def add_node(self, **node: Any) -> Any:
-            return super().add_node(**node, no_monitor=True, include_log_monitor=False)
+        def add_node(self, wait: bool = True, **node: Any) -> Any:
+            without = {"no_monitor": True, "include_log_monitor": False}
+            return super().add_node(wait, **node, **without)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster_utils, "Cluster", Bare)
