@@ -139,7 +139,7 @@ def test_a_worker_that_dies_in_a_group_is_reported_by_rank(ray_cluster: Cluster)
 
 
 def test_a_frozen_host_is_given_up_within_ten_seconds(ray_hosts: LocalHosts):
-    pipeline = Pipeline(Cluster.ray(ray_hosts.address))
+    pipeline = Pipeline(Cluster.ray(ray_hosts.address, num_hosts=2))
     state, _ = pipeline.step(pipeline.first, pipeline.batch)
     processes, start = pipeline.process_ids(), time.monotonic()
     os.kill(processes[1], signal.SIGSTOP)

@@ -50,7 +50,9 @@ class Ahead(Training):
     ids=["one program", "two stages"],
 )
 def ahead(request: pytest.FixtureRequest, ray_hosts: LocalHosts) -> Iterator[Ahead]:
-    cluster = Cluster.ray(ray_hosts.address, silent_seconds=60.0, steps_ahead=AHEAD)
+    cluster = Cluster.ray(
+        ray_hosts.address, num_hosts=2, silent_seconds=60.0, steps_ahead=AHEAD
+    )
     made = Ahead(request.param, cluster)
     yield made
     made.step.close()
