@@ -15,12 +15,13 @@ import pytest
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError, WorkerError
-from autopar.methods.methods import PipelineParallel, ShardParallel
+from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 from autopar.runtime import ray_workers
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import Workers, workers_of
 from benchmarks.models import build
 from tests.ray.on_workers import put_in_place_of
+from tests.ray.trainings import Training
 
 
 def is_alive(process_id: int) -> bool:
@@ -74,6 +75,7 @@ def pipeline(ray_cluster: Cluster) -> Iterator[Pipeline]:
 
 
 def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
+    old, _ = pipeline.step(pipeline.first, pipeline.batch)
     state, _ = pipeline.step(pipeline.first, pipeline.batch)
     processes = pipeline.process_ids()
     # Some kernel of the last stage is replaced by one of another shape.
@@ -88,21 +90,10 @@ def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
     assert "host 1" in text and "stage 1" in text and "task 1F0" in text
     assert "run 1F0 program" in text and "Traceback" in text
     wait_until(lambda: not any(map(is_alive, processes)))
-
-
-def test_closing_a_step_ends_its_workers_and_the_next_call_starts_others(
-    pipeline: Pipeline,
-):
-    state, _ = pipeline.step(pipeline.first, pipeline.batch)
-    processes, groups = pipeline.process_ids(), placement_groups()
-    assert all(map(is_alive, processes))
-    pipeline.step.close()
-    wait_until(lambda: not any(map(is_alive, processes)))
-    assert len(groups - placement_groups()) == 1
-    with pytest.raises(RuntimeError, match=r"gone: they were closed\. Restore"):
-        pipeline.step(state, pipeline.batch)
+    with pytest.raises(RuntimeError, match=r"gone: WorkerError: host 1 .* Restore"):
+        pipeline.step(old, pipeline.batch)
     _, metrics = pipeline.step(pipeline.first, pipeline.batch)
-    assert np.isfinite(metrics["loss"])
+    assert np.isfinite(metrics["loss"]), "new workers start"
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -150,14 +141,29 @@ def test_a_frozen_host_is_given_up_within_ten_seconds(ray_hosts: LocalHosts):
     wait_until(lambda: not any(map(is_alive, processes)), seconds=40)
 
 
-def test_a_call_that_takes_too_long_is_given_up(ray_cluster: Cluster):
-    workers = workers_of(ray_cluster, (2,))
-    processes = [facts.process_id for facts in workers.facts]
-    for each in processes:
-        os.kill(each, signal.SIGSTOP)
-    with pytest.raises(HostLostError, match=r"done in 1 s.*host 0.*host 1"):
-        workers.call("facts", {0: (), 1: ()}, seconds=1.0)
+def test_a_call_that_takes_too_long_is_given_up(ray_hosts: LocalHosts):
+    cluster = Cluster.ray(ray_hosts.address, num_hosts=1, silent_seconds=60.0)
+    workers = workers_of(cluster, (1,))
+    (process,) = [facts.process_id for facts in workers.facts]
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(HostLostError, match=r"done in 1 s.*host 0"):
+        workers.call("facts", {0: ()}, seconds=1.0)
+    wait_until(lambda: not is_alive(process))
+
+
+def test_closing_a_step_ends_its_workers(
+    trainings: Callable[[str, Method], Training],
+):
+    training = trainings("mlp", ShardParallel())
+    state, _ = training.step(training.state, training.batch)
+    processes = [facts.process_id for facts in training.workers.facts]
+    groups = placement_groups()
+    assert all(map(is_alive, processes))
+    training.step.close()
     wait_until(lambda: not any(map(is_alive, processes)))
+    assert len(groups - placement_groups()) == 1
+    with pytest.raises(RuntimeError, match=r"gone: they were closed\. Restore"):
+        training.step(state, training.batch)
 
 
 @pytest.mark.slow  # workers start
