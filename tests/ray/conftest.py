@@ -1,13 +1,18 @@
 """One local Ray cluster of two virtual hosts for all tests that need one."""
 
+import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autopar.clusters.cluster import Cluster
-from autopar.runtime import ray_actors
+from autopar.methods.methods import Method
+from autopar.runtime import ray_actors, ray_workers
 from autopar.runtime.ray_local import LocalHosts, local_ray_hosts
+from tests.ray.trainings import MODELS, Training
 
 NEED_NO_CLUSTER = {
     "test_channel.py",
@@ -19,26 +24,48 @@ NEED_NO_CLUSTER = {
     "test_hosts_left.py",
     "test_exported_program.py",
 }
+# Idle workers and metrics of Ray take CPU, and no test needs them.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_enable_metrics_collection", "0")
+os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "600000")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a cluster are marked."""
+    """Tests of a cluster are marked; those that end its workers come last."""
     for item in items:
         is_here = Path(__file__).parent in item.path.parents
         if is_here and item.path.name not in NEED_NO_CLUSTER:
             item.add_marker(pytest.mark.ray)
+    faults = Path(__file__).with_name("test_failures.py")
+    items.sort(key=lambda item: item.path == faults)
 
 
 @pytest.fixture(scope="session")
 def ray_hosts() -> Iterator[LocalHosts]:
-    """Two hosts of four devices; a test may add others, and takes them away again."""
-    with local_ray_hosts(2, 4) as hosts:
-        yield hosts
+    """Two hosts of four devices; a test may add others, and takes them away again.
+
+    Their workers stay for the tests to come, until a test ends them.
+    """
+    from ray import cluster_utils
+
+    class Bare(cluster_utils.Cluster):
+        """Without an autoscaler, and without who prints logs of hosts."""
+
+        def add_node(self, wait: bool = True, **node: Any) -> Any:
+            without = {"no_monitor": True, "include_log_monitor": False}
+            return super().add_node(wait, **node, **without)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_utils, "Cluster", Bare)
+        patch.setattr(ray_workers, "_live", {})
+        with local_ray_hosts(2, 4) as hosts:
+            yield hosts
 
 
 @pytest.fixture
 def hosts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Has the workers that start in this test run a text before all else."""
+    """Has workers, which start in this test, run a text before all else."""
+    monkeypatch.setattr(ray_workers, "_live", {})
     environment = ray_actors._environment
 
     def run(text: str) -> None:
@@ -56,3 +83,9 @@ def ray_cluster(ray_hosts: LocalHosts) -> Cluster:
     """The two hosts, which may be silent for long where a machine is loaded."""
     # Tests that were run before may have added others, and not taken them away yet.
     return Cluster.ray(ray_hosts.address, num_hosts=2, silent_seconds=60.0)
+
+
+@pytest.fixture(scope="session")
+def trainings(ray_cluster: Cluster) -> Callable[[str, Method], Training]:
+    """A model under a method: planned and compiled once."""
+    return cache(lambda model, method: Training(MODELS[model](), method, ray_cluster))

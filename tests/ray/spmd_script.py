@@ -1,6 +1,6 @@
-"""One script for one process or several: trains, and prints what it did as JSON.
+"""One of two processes of four virtual devices: trains, and prints what it did as JSON.
 
-Run as `spmd_script.py PLAN RANK NUM_PROCESSES PORT`; 8 virtual devices in all.
+Run as `spmd_script.py PLAN RANK PORT`.
 """
 
 import hashlib
@@ -14,21 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 PLAN = sys.argv[1]
-RANK, NUM_PROCESSES, PORT = map(int, sys.argv[2:5])
+RANK, PORT = map(int, sys.argv[2:4])
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8 // NUM_PROCESSES)
-if NUM_PROCESSES > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{PORT}",
-        NUM_PROCESSES,
-        RANK,
-        cluster_detection_method="deactivate",
-    )
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(
+    f"127.0.0.1:{PORT}", 2, RANK, cluster_detection_method="deactivate"
+)
 
 import autopar  # noqa: E402
 from autopar.planner import variant_search  # noqa: E402
 from tests.ray import f3_training  # noqa: E402
+from tests.rows.fixtures import tanh_chain  # noqa: E402
 
 
 def without_source(text: str) -> str:
@@ -53,15 +50,12 @@ total = autopar.parallelize(lambda x: x.sum(), mesh="x:8")
 searched = autopar.parallelize(lambda x, w: jnp.tanh(x @ w).sum())
 step = autopar.parallelize(f3_training.step, plan=autopar.Plan.load(PLAN))
 text = step.lower(*f3_training.arguments()).compile().as_text() or ""
-refused = ""
-if jax.process_count() > 1:
-    staged = autopar.parallelize(
-        f3_training.step, method=autopar.PipelineParallel(2, 1)
-    )
-    try:
-        staged(*f3_training.arguments())
-    except NotImplementedError as error:
-        refused = str(error)
+refused, staged = "", autopar.PipelineParallel(2, 1)
+try:
+    kernels = [np.eye(8, dtype=np.float32)] * 2
+    autopar.parallelize(tanh_chain, method=staged)(kernels, np.ones((8, 8), np.float32))
+except NotImplementedError as error:
+    refused = str(error)
 found = {
     "refused": refused,
     "devices": [jax.local_device_count(), jax.device_count()],

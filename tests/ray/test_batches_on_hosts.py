@@ -117,7 +117,7 @@ def wait_for_death_of_one(processes: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_each_example_is_read_once_by_who_holds_it(
     ray_cluster: Cluster, tmp_path: Path, seed: int | None
 ):

@@ -73,7 +73,7 @@ def losses_of_one_device(workload: Workload) -> list[float]:
 def test_steps_begun_ahead_are_run_again(
     ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
 ):
-    cluster = Cluster.ray(ray_hosts.address, steps_ahead=2)
+    cluster = Cluster.ray(ray_hosts.address, num_hosts=2, steps_ahead=2)
     expected, got = losses_of_one_device(workload), dict[int, float]()
     with autopar.Checkpoints(tmp_path) as checkpoints:
         method = autopar.ShardParallel()
@@ -195,7 +195,7 @@ def test_a_lost_host_is_waited_for(
 def test_what_is_to_be_raised_is_raised(
     ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
 ):
-    cluster = Cluster.ray(ray_hosts.address, on_failure="raise")
+    cluster = Cluster.ray(ray_hosts.address, num_hosts=2, on_failure="raise")
     method, numbers = autopar.ShardParallel(), []
     with (
         pytest.raises(HostLostError, match="host 0 at .* died"),

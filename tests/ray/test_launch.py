@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cli import main
+
 SCRIPT = """
 import os, sys
 import jax, numpy as np
@@ -52,10 +54,10 @@ def processes_of(parent: int) -> set[int]:
 
 def test_a_script_gets_a_cluster_its_arguments_and_its_exit_code(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = ("--hosts", "2", "--devices-per-host", "2")
+    options = ("--hosts", "1", "--devices-per-host", "2")
     done = launch(*options, "train.py", "--debug", "--steps", "3", folder=tmp_path)
     assert done.returncode == 7, done.stderr
-    assert "arguments ['--debug', '--steps', '3'] 2 2" in done.stdout
+    assert "arguments ['--debug', '--steps', '3'] 1 2" in done.stdout
     assert "sum 28.0" in done.stdout
 
 
@@ -127,13 +129,23 @@ def test_a_stage_may_span_hosts(tmp_path: Path):
         (("--devices-per-host", "-1", "train.py"), "1 or more devices per host"),
     ],
 )
-def test_bad_input_is_refused(tmp_path: Path, arguments: tuple[str, ...], text: str):
+def test_bad_input_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    text: str,
+):
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = launch(*arguments, folder=tmp_path)
-    assert done.returncode == 1 and text in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *arguments])
+    assert caught.value.code == 1 and text in capsys.readouterr().err
 
 
-def test_help_shows_how(tmp_path: Path):
-    done = launch("--help", folder=tmp_path)
-    assert done.returncode == 0
-    assert "--hosts" in done.stdout and "--devices-per-host" in done.stdout
+def test_help_shows_how(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", "--help"])
+    printed = capsys.readouterr().out
+    assert not caught.value.code
+    assert "--hosts" in printed and "--devices-per-host" in printed

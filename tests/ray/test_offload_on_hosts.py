@@ -14,13 +14,14 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 
-BATCH, WIDTH, NUM_LAYERS = 16, 16, 4
+BATCH, WIDTH, NUM_LAYERS = 16, 16, 2
 OFFLOADING = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["hidden"],
     offload_src="device",
     offload_dst="pinned_host",
 )
+SLOW = pytest.mark.slow
 TWO_STAGES = PipelineParallel(num_stages=2, num_microbatches=2)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
@@ -68,15 +69,21 @@ def assert_close(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("offload", ["optimizer_state", "state"])
 @pytest.mark.parametrize(
-    "method", [ShardParallel(), TWO_STAGES], ids=["one program", "two stages"]
+    ("method", "mesh", "offload"),
+    [
+        (ShardParallel(), "data:2;model:4", "optimizer_state"),
+        pytest.param(ShardParallel(), "data:2;model:4", "state", marks=SLOW),
+        pytest.param(TWO_STAGES, "x:4", "optimizer_state", marks=SLOW),
+        (TWO_STAGES, "x:4", "state"),
+    ],
+    ids=["whole-optimizer", "whole-state", "stages-optimizer", "stages-state"],
 )
 def test_state_stays_there_and_the_step_is_the_same(
-    ray_cluster: Cluster, method: Method, offload: Any, tmp_path: Path
+    ray_cluster: Cluster, method: Method, mesh: str, offload: Any, tmp_path: Path
 ):
     step = autopar.parallelize(
-        train_step, method=method, cluster=ray_cluster, offload=offload
+        train_step, method=method, cluster=ray_cluster, mesh=mesh, offload=offload
     )
     key = jax.random.key(0)
     state = step.init(init, key, batch=batches(0))

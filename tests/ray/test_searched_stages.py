@@ -26,7 +26,6 @@ def test_a_pipeline_without_a_number_of_stages_runs(ray_cluster: Cluster) -> Non
     found, expected = (step.plan(params, x).stages for step in (parallel, here))
     assert found.meshes == expected.meshes, "a search knows no difference"
     assert [mesh.size for mesh in found.meshes] != [4, 4]
-    parallel.close()
 
 
 @pytest.mark.slow
@@ -43,4 +42,3 @@ def test_weight_tasks_run_on_their_hosts(ray_cluster: Cluster) -> None:
     got = autopar.fetch(parallel(params, x))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    parallel.close()

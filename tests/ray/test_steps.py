@@ -1,7 +1,6 @@
 """Steps on two hosts equal one device; state stays there, only metrics come back."""
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,66 +10,13 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.api import ParallelFunction, parallelize
+from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 from autopar.runtime.ray_steps import METRIC_BYTES
-from autopar.runtime.ray_workers import Workers
 from autopar.state.distributed_array import DistributedArray
-from benchmarks.models import Workload, build
 from tests.ray.on_workers import kept_by, traffic_of
-
-TWO_STAGES = PipelineParallel(num_stages=2, num_microbatches=4)
-FORMS = pytest.mark.parametrize(
-    "method", [ShardParallel(), TWO_STAGES], ids=["one program", "two stages"]
-)
-MODELS = {
-    "mlp": lambda: build("mlp", optimizer="adamw_clip"),
-    "gpt": lambda: build("gpt", num_layers=2),
-}
-
-
-class Training:
-    """A parallel step on Ray, the same on one device, and arguments for both."""
-
-    def __init__(self, workload: Workload, method: Method, cluster: Cluster) -> None:
-        self.workload = workload
-        mesh = "x:4" if isinstance(method, PipelineParallel) else "data:2;model:4"
-        self.step: ParallelFunction = parallelize(
-            workload.step, method=method, cluster=cluster, mesh=mesh
-        )
-        self.reference: Callable[..., Any] = jax.jit(workload.step)
-        self.state: Any = workload.init(jax.random.key(0))
-        self.batch: Any = workload.make_batch(0)
-
-    @property
-    def executable(self) -> Any:
-        """What runs the step on the hosts."""
-        (executable,) = self.step._running()
-        return getattr(executable, "execute", executable)
-
-    @property
-    def workers(self) -> Workers:
-        return self.executable.workers
-
-
-@pytest.fixture(scope="module")
-def trainings(ray_cluster: Cluster) -> Callable[[str, Method], Training]:
-    made: dict[tuple[str, str], Training] = {}
-
-    def training(model: str, method: Method) -> Training:
-        key = model, str(method)
-        if key not in made:
-            made[key] = Training(MODELS[model](), method, ray_cluster)
-        return made[key]
-
-    return training
-
-
-def assert_close(got: Any, expected: Any) -> None:
-    leaves = jax.tree.leaves(autopar.fetch(got)), jax.tree.leaves(expected)
-    for a, b in zip(*leaves, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+from tests.ray.trainings import FORMS, MODELS, TWO_STAGES, Training, assert_close
 
 
 @FORMS
@@ -90,7 +36,7 @@ def test_the_whole_state_equals_the_full_batch_step(
 def test_only_the_batch_and_metrics_pass_through_the_driver(
     trainings: Any, method: Method
 ):
-    training = trainings("gpt", method)
+    training = trainings("mlp", method)
     state, _ = training.step(training.state, training.batch)
     assert all(isinstance(x, DistributedArray) for x in jax.tree.leaves(state))
     traffic = traffic_of(training.workers)
@@ -167,8 +113,8 @@ def test_a_saved_state_goes_on_there_and_on_one_device(
     assert_close(expected, alone)
 
 
-def test_both_stages_are_busy_at_once(trainings: Any):
-    training = trainings("gpt", TWO_STAGES)
+def busy_at_once(training: Training) -> float:
+    """In which part of a step both stages are busy."""
     state, _ = training.step(training.state, training.batch)
     (pipelined,) = training.step._running()
     pieces = pipelined.pipeline.split(jax.tree.leaves((state, training.batch)))
@@ -185,7 +131,13 @@ def test_both_stages_are_busy_at_once(trainings: Any):
         for a_start, a_end in first
         for b_start, b_end in second
     )
-    assert both > 0.05 * timeline.makespan_seconds, f"\n{timeline}"
+    return both / timeline.makespan_seconds
+
+
+def test_both_stages_are_busy_at_once(trainings: Any):
+    training = trainings("mlp", TWO_STAGES)
+    found = [busy_at_once(training) for _ in range(3)]
+    assert max(found) > 0.05, "the machine may be busy in one of them"
 
 
 def test_a_host_may_run_several_stages(ray_cluster: Cluster):
@@ -210,7 +162,7 @@ def test_an_eval_step_reads_the_state_where_it_lies(
         leaves = jax.tree.leaves(state.params)
         return sum((jnp.mean(x**2) for x in leaves), jnp.float32(0))
 
-    evaluate = parallelize(mean_square, cluster=ray_cluster)
+    evaluate = parallelize(mean_square, cluster=ray_cluster, mesh="data:2;model:4")
     traffic = traffic_of(training.workers)
     sent = traffic.to_hosts
     found = evaluate(state)
@@ -219,7 +171,7 @@ def test_an_eval_step_reads_the_state_where_it_lies(
 
 
 def test_large_results_stay_on_the_workers(ray_cluster: Cluster):
-    step = parallelize(lambda x: (x * 2, x.sum()), cluster=ray_cluster)
+    step = parallelize(lambda x: (x * 2, x.sum()), cluster=ray_cluster, mesh="x:8")
     x = np.ones((256, 256), np.float32)
     assert x.nbytes > METRIC_BYTES
     twice, total = step(x)
@@ -235,7 +187,7 @@ def test_random_keys_and_closed_over_arrays_go_along(ray_cluster: Cluster):
         key, now = jax.random.split(key)
         return key, (x + scale * jax.random.normal(now, x.shape)).sum(0)
 
-    remote = parallelize(step, cluster=ray_cluster)
+    remote = parallelize(step, cluster=ray_cluster, mesh="x:8")
     x, key = jnp.ones((16, 8)), jax.random.key(3)
     got, expected = remote(key, x), jax.jit(step)(key, x)
     for _ in range(2):

@@ -13,38 +13,23 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError
+from autopar.methods.methods import Method, ShardParallel
 from autopar.runtime.ray_local import LocalHosts
 from autopar.state.distributed_array import DistributedArray
-from benchmarks.models import Workload, build
+from tests.ray.trainings import MODELS, TWO_STAGES, Training, assert_close
 
-FORMS = {
-    "one program": autopar.ShardParallel(),
-    "two stages": autopar.PipelineParallel(num_stages=2, num_microbatches=4),
-}
 AHEAD = 2
 
 
-@pytest.fixture(scope="module")
-def workload() -> Workload:
-    return build("mlp", optimizer="adamw_clip")
+class Ahead(Training):
+    """A step that may be two calls behind, and its state."""
 
-
-class Ahead:
-    """A step that may be two calls behind, and its first arguments."""
-
-    def __init__(self, method: Any, cluster: Cluster, workload: Workload) -> None:
-        self.step: Any = autopar.parallelize(
-            workload.step, method=method, cluster=cluster
-        )
-        self.batch = workload.make_batch(0)
-        self.first = self.step.init(workload.init, jax.random.key(0), batch=self.batch)
-        state, _ = self.step(self.first, self.batch)  # compiles
+    def __init__(self, method: Method, cluster: Cluster) -> None:
+        super().__init__(MODELS["mlp"](), method, cluster)
+        init = self.workload.init
+        first = self.step.init(init, jax.random.key(0), batch=self.batch)
+        state, _ = self.step(first, self.batch)  # compiles
         self.state = jax.block_until_ready(state)
-
-    @property
-    def workers(self) -> Any:
-        (executable,) = self.step._running()
-        return getattr(executable, "execute", executable).workers
 
     @contextmanager
     def standing_still(self) -> Iterator[list[int]]:
@@ -61,21 +46,22 @@ class Ahead:
 
 @pytest.fixture(
     scope="module",
-    params=["one program", pytest.param("two stages", marks=pytest.mark.slow)],
+    params=[ShardParallel(), pytest.param(TWO_STAGES, marks=pytest.mark.slow)],
+    ids=["one program", "two stages"],
 )
-def ahead(
-    request: pytest.FixtureRequest, ray_hosts: LocalHosts, workload: Workload
-) -> Iterator[Ahead]:
-    cluster = Cluster.ray(ray_hosts.address, silent_seconds=60.0, steps_ahead=AHEAD)
-    made = Ahead(FORMS[request.param], cluster, workload)
+def ahead(request: pytest.FixtureRequest, ray_hosts: LocalHosts) -> Iterator[Ahead]:
+    cluster = Cluster.ray(
+        ray_hosts.address, num_hosts=2, silent_seconds=60.0, steps_ahead=AHEAD
+    )
+    made = Ahead(request.param, cluster)
     yield made
     made.step.close()
 
 
-def test_a_call_returns_before_its_step_is_done(ahead: Ahead, workload: Workload):
+def test_a_call_returns_before_its_step_is_done(ahead: Ahead):
     state, losses = autopar.fetch(ahead.state), []
     for _ in range(6):
-        state, metrics = jax.jit(workload.step)(state, ahead.batch)
+        state, metrics = ahead.reference(state, ahead.batch)
         losses.append(float(metrics["loss"]))
     got, found = ahead.state, []
     with ahead.standing_still():
@@ -89,8 +75,7 @@ def test_a_call_returns_before_its_step_is_done(ahead: Ahead, workload: Workload
         assert len(ahead.workers._under_way) <= AHEAD
     np.testing.assert_allclose([float(loss) for loss in found], losses, rtol=2e-5)
     assert f"{found[0]:.3f}" == f"{losses[0]:.3f}"
-    for a, b in zip(*map(jax.tree.leaves, (autopar.fetch(got), state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    assert_close(got, state)
     ahead.state = got
 
 
