@@ -164,7 +164,7 @@ def test_a_deep_plan_is_as_long_as_a_shallow_one() -> None:
         step = autopar.parallelize(workload.step, method=autopar.Zero(3), mesh="x:8")
         return format_plan(step.plan(*workload.abstract()).sharding)
 
-    shallow, deep = text(4), text(8)
+    shallow, deep = text(2), text(4)
     assert len(deep.splitlines()) == len(shallow.splitlines()) < 80
     assert "['layers'][*]['mlp_up']['kernel']" in deep
 
