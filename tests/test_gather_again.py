@@ -125,7 +125,7 @@ def test_every_microbatch_gathers_twice(num_microbatches: int) -> None:
 
 def test_a_copy_that_is_kept_serves_what_is_made_again() -> None:
     """Kernels are gathered once; else for each pass, and to make values again."""
-    workload = build("mlp", num_layers=3)
+    workload = build("mlp")
     gathered: dict[tuple[bool, str | None], int] = {}
     for again, remat in ((False, None), (False, "full"), (True, "full")):
         method = autopar.Zero(3, reshard_after_forward=again)
