@@ -246,7 +246,11 @@ def loop_over_keys(key: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     "init_fn",
-    [one_key, pytest.param(key_for_each, marks=pytest.mark.slow), loop_over_keys],
+    [
+        pytest.param(one_key, marks=pytest.mark.slow),
+        pytest.param(key_for_each, marks=pytest.mark.slow),
+        loop_over_keys,
+    ],
 )
 def test_a_stage_makes_its_own_layers_only(init_fn: Any) -> None:
     """Not even in passing is the stack whole, although it is one value of init_fn."""

@@ -21,8 +21,15 @@ PAGES = (
     "how_to/gpu_tpu.md",
     "how_to/plain_jit.md",
 )
-# Their libraries are in tests/examples too, plans for such clusters in test_cli.py.
-SLOW = ("how_to/flax.md", "how_to/equinox.md", "how_to/keras.md", "how_to/gpu_tpu.md")
+# Their libraries are in tests/examples too, plans for clusters in test_cli.py, and
+# shardings for plain jit in test_comparison.py.
+SLOW = (
+    "how_to/flax.md",
+    "how_to/equinox.md",
+    "how_to/keras.md",
+    "how_to/gpu_tpu.md",
+    "how_to/plain_jit.md",
+)
 # Pages with a test of their own, and those without code.
 ELSEWHERE = (
     "README.md",

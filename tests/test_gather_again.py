@@ -132,7 +132,7 @@ def test_a_copy_that_is_kept_serves_what_is_made_again() -> None:
         step = autopar.parallelize(
             workload.step, mesh="x:8", method=method, remat=remat
         )
-        plan = run_as_planned(step, *workload.arguments()).plan
+        plan = step.plan(*workload.abstract())
         gathered[again, remat] = sum(traffic(plan)["all_gather", "x"])
     once = gathered[False, None]
     assert once <= gathered[False, "full"] < 1.02 * once

@@ -67,7 +67,8 @@ def test_what_is_dealt_out_is_all_there_is_and_may_be(
 
 
 @pytest.mark.parametrize(
-    ("number", "inside"), [(1, 4), pytest.param(2, 4, marks=pytest.mark.slow), (3, 2)]
+    ("number", "inside"),
+    [*(pytest.param(n, 4, marks=pytest.mark.slow) for n in (1, 2)), (3, 2)],
 )
 def test_a_search_finds_what_it_finds_for_one_process(number: int, inside: int) -> None:
     clusters = hosts(number, inside), Cluster.preset(f"{number}x{inside}xCPU")

@@ -68,7 +68,7 @@ def test_the_bare_family_names_are_known() -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        slow("llama"),  # with options below
+        slow("llama"),
         "moe",
         slow("vit"),
     ],
@@ -100,7 +100,9 @@ def test_loss_falls_with_every_optimizer(optimizer: str) -> None:
                 "compute_dtype": "bfloat16",
             },
         ),
-        ("llama", {"scan_layers": True, "remat": True, "compute_dtype": "bfloat16"}),
+        slow(
+            "llama", {"scan_layers": True, "remat": True, "compute_dtype": "bfloat16"}
+        ),
     ],
     ids=str,
 )
@@ -245,7 +247,8 @@ def test_a_batch_depends_on_the_seed_alone() -> None:
     assert not np.array_equal(first["tokens"], other["tokens"])
 
 
-@pytest.mark.parametrize("scan_layers", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
     workload = build("gpt-125m", scan_layers=scan_layers)
     jaxpr = jax.make_jaxpr(workload.step)(*workload.abstract())
@@ -259,12 +262,12 @@ def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
         ("gpt-125m", 0.165e9),
         slow("gpt-175b", 175e9),
         slow("llama-70b", 70.6e9),
-        ("moe-70b", 70e9),
+        slow("moe-70b", 70e9),
         ("bert-large", 0.335e9),
         ("vit-base", 0.0866e9),
         ("resnet-50", 0.02556e9),
-        ("wide-resnet-250m", 0.25e9),
-        ("t5-3b", 2.85e9),
+        slow("wide-resnet-250m", 0.25e9),
+        slow("t5-3b", 2.85e9),
         slow("t5-11b", 11.3e9),
         slow("wide-resnet-13b", 13e9),
     ],

@@ -26,6 +26,10 @@ SMALL: dict[str, Any] = {
 }
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @cache
 def annotated(model: str, **options: Any) -> tuple[AnnotatedStep, AnnotatedStep]:
     """The user's own step, and the one that is planned."""
@@ -50,10 +54,10 @@ def kinds(step: AnnotatedStep) -> Counter[str]:
     ("model", "options"),
     [
         ("mlp", {}),
-        pytest.param("gpt", SMALL, marks=pytest.mark.slow),
-        ("gpt", {**SMALL, "scan_layers": True, "remat": True}),
-        pytest.param("unet", {}, marks=pytest.mark.slow),
-        pytest.param("lstm", {}, marks=pytest.mark.slow),
+        slow("gpt", SMALL),
+        slow("gpt", {**SMALL, "scan_layers": True, "remat": True}),
+        slow("unet", {}),
+        ("lstm", {"num_layers": 1}),
     ],
     ids=["mlp", "gpt", "scan and remat", "unet", "lstm"],
 )
