@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # its commands are in test_explain_choice.py and test_plan_*.py
 def test_the_python_blocks_and_then_those_of_the_shell_run_in_order(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

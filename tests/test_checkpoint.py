@@ -107,7 +107,7 @@ def uninterrupted() -> list[float]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("data:8", "4 x 2"),
+        pytest.param("data:8", "4 x 2", marks=pytest.mark.slow),
         pytest.param("data:8", "one device", marks=pytest.mark.slow),
         ("rows and columns", "two stages"),
         ("two stages", "4 x 2"),

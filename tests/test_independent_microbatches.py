@@ -161,11 +161,11 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("number", "model"),
     [
-        (4, batch_norm_model),
-        (2, contrastive_model),
+        (2, batch_norm_model),
+        (4, contrastive_model),
         slow(4, balanced_experts_model),
-        slow(2, batch_norm_model),
-        slow(4, contrastive_model),
+        slow(4, batch_norm_model),
+        slow(2, contrastive_model),
         slow(2, balanced_experts_model),
     ],
 )

@@ -101,7 +101,7 @@ def assert_values_of_jit(workload: Workload) -> dict[str, Program]:
 
 
 def test_all_programs_give_the_values_of_jit() -> None:
-    assert_values_of_jit(build("mlp"))
+    assert_values_of_jit(build("mlp", num_layers=2))
 
 
 @pytest.mark.slow
@@ -112,7 +112,10 @@ def test_in_loops_too_the_partitioner_is_told_what_it_would_not_find() -> None:
 
 
 def test_results_have_the_time_beside_each_baseline() -> None:
-    asked = suites.Request(targets=("mlp",), meshes=("x:8",), rounds=1, is_timed=False)
+    sizes = {"num_layers": 2}
+    asked = suites.Request(
+        targets=("mlp",), settings=sizes, meshes=("x:8",), rounds=1, is_timed=False
+    )
     ours, *baselines = suites.run(["step"], asked)
     names = ["times_own_step", "times_same_graph", "times_arguments"]
     assert [name for name in ours.timed if name.startswith("times")] == names
