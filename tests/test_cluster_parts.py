@@ -65,7 +65,7 @@ def test_parts_that_cannot_be_joined_are_refused():
 
 def test_slow_devices_get_fewer_layers():
     """Run and audited: the split is as uneven as the kinds are."""
-    case = dense_stack(512, 256, 4)
+    case = dense_stack(512, 256)
     method = autopar.PipelineParallel(num_microbatches=8, schedule="eager_1f1b")
     step: Any = autopar.parallelize(case.step, cluster=fast_and_slow(), method=method)
     plan = run_pipeline_as_planned(step, *case.args).plan.stages
@@ -80,7 +80,7 @@ def test_slow_devices_get_fewer_layers():
 @pytest.mark.parametrize("times", [1.5, 3.0])
 def test_the_search_finds_the_split_of_exhaustive_search(times: float):
     """Over all stages on all submeshes of both kinds, each planned for its kind."""
-    case = dense_stack(512, 256, 4)
+    case = dense_stack(512, 256)
     cluster = fast_and_slow(times)
     searcher = searcher_of(case.step, case.args, cluster, num_microbatches=8)
     search = searcher.search()

@@ -226,7 +226,7 @@ def test_values_for_each_example_come_back_in_the_order_of_the_batch():
     assert_equal(got[3], jnp.maximum(parts[0][3], parts[1][3]))
 
 
-@pytest.mark.parametrize("size", [16, 40])
+@pytest.mark.parametrize("size", [slow(16), 40])
 def test_results_of_joined_batches_come_back_in_their_order(size: int):
     def fun(w: jax.Array, x: jax.Array, more: jax.Array) -> Any:
         def loss(w: jax.Array) -> Any:

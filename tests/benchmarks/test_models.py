@@ -65,14 +65,8 @@ def test_the_bare_family_names_are_known() -> None:
 
 
 # Others are trained in tests/integration/test_models.py.
-@pytest.mark.parametrize(
-    "family",
-    [
-        slow("llama"),
-        "moe",
-        slow("vit"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "moe", "vit"])
 def test_loss_falls(family: str) -> None:
     losses = train(family)
     assert np.all(np.isfinite(losses))
@@ -118,7 +112,7 @@ def test_loss_falls_with_options(family: str, options: dict[str, Any]) -> None:
         slow({}, {"scan_layers": True}),
         ({}, {"remat": True, "loss": "optax"}),
         ({"dropout": 0.1, "tied": True}, {"scan_layers": True}),
-        ({"fused_qkv": True}, {"fused_form": "stacked"}),
+        slow({"fused_qkv": True}, {"fused_form": "stacked"}),
     ],
     ids=str,
 )
@@ -202,7 +196,7 @@ def test_a_step_in_float32_returns_a_state_like_the_one_it_takes(
 
 @pytest.mark.parametrize(
     "family",
-    [each if each in ("gpt", "lstm") else slow(each) for each in FAMILIES],
+    [each if each in ("mlp", "lstm") else slow(each) for each in FAMILIES],
 )
 def test_float64_parameters_stay_float64(family: str) -> None:
     def widen(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
