@@ -207,12 +207,13 @@ def test_it_takes_less_than_three_seconds(
     planned: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "packed_plotly", packed_plotly)
-    for _ in range(2):  # what else runs here costs time too
+
+    def seconds() -> float:
         start = time.process_time()
         planned.report(tmp_path / "plan.html")
-        if (taken := time.process_time() - start) < 3:
-            return
-    pytest.fail(f"a report took {taken:.1f} s")
+        return time.process_time() - start
+
+    assert seconds() < 3 or seconds() < 3  # what else runs here costs time too
 
 
 def test_pins_have_their_price(tmp_path: Path) -> None:
