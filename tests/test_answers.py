@@ -176,6 +176,7 @@ def test_advice_is_of_plans_that_were_made_at_their_price(
     assert "advice" not in dict(answers().rows)
 
 
+@pytest.mark.slow
 def test_a_search_of_remat_leaves_advice() -> None:
     options = {"cluster": H100S, "mesh": "x:8", "remat": "auto"}
     free = autopar.parallelize(train_step, cluster=H100S, mesh="x:8").plan(*types(1))

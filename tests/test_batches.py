@@ -119,12 +119,11 @@ def test_batches_are_the_examples_in_their_places(
 @pytest.mark.parametrize(
     ("taken", "prefetch"),
     [
-        (0, 3),
         (3, 0),
         (5, 3),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((0, 0), (3, 3), (5, 0))
+            for each in ((0, 0), (0, 3), (3, 3), (5, 0))
         ),
     ],
 )

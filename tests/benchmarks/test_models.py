@@ -112,7 +112,7 @@ def test_loss_falls_with_options(family: str, options: dict[str, Any]) -> None:
     ("options", "other_options"),
     [
         slow({}, {"scan_layers": True}),
-        ({}, {"remat": True, "loss": "optax"}),
+        slow({}, {"remat": True, "loss": "optax"}),
         ({"dropout": 0.1, "tied": True}, {"scan_layers": True}),
         slow({"fused_qkv": True}, {"fused_form": "stacked"}),
     ],
@@ -130,6 +130,7 @@ def test_forms_of_gpt_are_the_same_function(
     )
 
 
+@pytest.mark.slow
 def test_forms_of_llama_are_the_same_function() -> None:
     config = llama.Config.tiny()
     unrolled, scanned = config, replace(config, scan_layers=True, remat=True)

@@ -33,8 +33,8 @@ STEPS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-# Those of `make test`: a framework each.
-QUICK = {"flax_linen", "flax_nnx", "haiku_transform", "equinox_filter_jit"}
+# Those of `make test`: frameworks whose steps no other test runs.
+QUICK = {"flax_linen", "haiku_transform"}
 
 
 class Compiling:
