@@ -18,7 +18,7 @@ from autopar.report.compiled_figures import CompiledFigures
 from autopar.steps.parallel_plan import Plan
 from tests.tiny_plans import make_plan
 
-BATCH, LENGTH, WIDTH, LAYERS, WORDS = 32, 64, 256, 4, 512
+BATCH, LENGTH, WIDTH, LAYERS, WORDS = 32, 64, 256, 2, 512
 H100S = autopar.Cluster.preset("8xH100")
 METHOD = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
 Tree = Any
@@ -45,12 +45,12 @@ def train_step(state: Tree, batch: Tree) -> Any:
     return {"params": params, "mean": mean, "square": square}, loss
 
 
-def types() -> tuple[Tree, Tree]:
+def types(num_layers: int = LAYERS) -> tuple[Tree, Tree]:
     def numbers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     layer = {"up": numbers(WIDTH, 4 * WIDTH), "down": numbers(4 * WIDTH, WIDTH)}
-    params = {"embedding": numbers(WORDS, WIDTH), "layers": [layer] * LAYERS}
+    params = {"embedding": numbers(WORDS, WIDTH), "layers": [layer] * num_layers}
     whole = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     state = {name: params for name in ("params", "mean", "square")}
     return state, {"tokens": whole, "labels": whole}
@@ -176,12 +176,13 @@ def test_advice_is_of_plans_that_were_made_at_their_price(
     assert "advice" not in dict(answers().rows)
 
 
+@pytest.mark.slow
 def test_a_search_of_remat_leaves_advice() -> None:
     options = {"cluster": H100S, "mesh": "x:8", "remat": "auto"}
-    free = autopar.parallelize(train_step, cluster=H100S, mesh="x:8").plan(*types())
+    free = autopar.parallelize(train_step, cluster=H100S, mesh="x:8").plan(*types(1))
     budget = free.predicted.peak_bytes - 1000
     step = autopar.parallelize(train_step, memory_budget=budget, **options)
-    plan = step.plan(*types())
+    plan = step.plan(*types(1))
     assert any(each.title.startswith('remat="') for each in plan.tried)
     mine = plan.predicted
     assert all(each.predicted != mine for each in plan.tried)
@@ -189,7 +190,7 @@ def test_a_search_of_remat_leaves_advice() -> None:
 
 
 def test_a_search_of_meshes_leaves_the_others() -> None:
-    plan = autopar.parallelize(train_step, cluster=H100S).plan(*types())
+    plan = autopar.parallelize(train_step, cluster=H100S).plan(*types(1))
     own = f'mesh="{plan.sharding.mesh}"'
     assert all(each.title.startswith('mesh="') for each in plan.tried)
     assert own not in [each.title for each in plan.tried]

@@ -1,11 +1,12 @@
 """Holds the borders between the folders, and the size and names of files."""
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import networkx as nx
@@ -42,6 +43,7 @@ RAY_QUESTIONS = {
 }
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_LINES = 650
 FOLDER_LINES = "tests/folder_lines.toml"
 
@@ -63,24 +65,29 @@ class SourceFile:
     module: str
 
     @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text())
+        return ast.parse(self.text)
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:
-        return tuple(self._walk(self.tree, is_lazy=False))
-
-    def _walk(self, node: ast.AST, is_lazy: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            if isinstance(child, ast.Import | ast.ImportFrom):
-                for module in self._imported(child):
-                    yield Import(module, child.lineno, is_lazy)
-            elif isinstance(child, ast.Attribute):
-                dotted = _dotted(child)
+        found: list[Import] = []
+        nodes: list[tuple[ast.AST, bool]] = [(self.tree, False)]
+        while nodes:
+            node, is_lazy = nodes.pop()
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = self._imported(node)
+                found += (Import(module, node.lineno, is_lazy) for module in modules)
+            elif isinstance(node, ast.Attribute):
+                dotted = _dotted(node)
                 if dotted.startswith("jax."):
-                    yield Import(dotted, child.lineno, is_lazy)
-            yield from self._walk(child, is_lazy or is_function or _is_typing(child))
+                    found.append(Import(dotted, node.lineno, is_lazy))
+            is_lazy = is_lazy or isinstance(node, FUNCTIONS) or _is_typing(node)
+            nodes += ((child, is_lazy) for child in ast.iter_child_nodes(node))
+        return tuple(found)
 
     def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -106,6 +113,7 @@ def _is_typing(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@cache
 def _source_file(path: Path) -> SourceFile:
     folder, *inside = path.relative_to(ROOT).with_suffix("").parts
     names = [PACKAGES.get(folder, folder), *inside]
@@ -176,7 +184,9 @@ def test_solver_and_runtime_go_by_their_installed_names() -> None:
     def is_forbidden(_: SourceFile, found: Import) -> bool:
         return _is_within(found.module, "solver", "runtime")
 
-    assert not _violations(EVERYTHING, is_forbidden)
+    words = re.compile(r"\b(from|import)\s.*\b(solver|runtime)\b")
+    files = tuple(file for file in EVERYTHING if words.search(file.text))
+    assert not _violations(files, is_forbidden)
 
 
 def test_ray_is_imported_lazily_by_its_own_files_only() -> None:
@@ -247,7 +257,7 @@ def test_no_folder_has_more_lines_than_it_had() -> None:
     most = tomllib.loads((ROOT / FOLDER_LINES).read_text())
     lines: Counter[str] = Counter()
     for file in OURS:
-        lines[_folder(file.path)] += file.path.read_text().count("\n")
+        lines[_folder(file.path)] += file.text.count("\n")
     lines["total"] = lines.total()
     grown = [
         f"{folder} has {number:,} lines and may have {most.get(folder, 0):,}"
@@ -266,7 +276,7 @@ def test_a_file_is_short_well_named_and_hides_no_error() -> None:
 
 
 def _faults(file: SourceFile) -> Iterator[str]:
-    num_lines = len(file.path.read_text().splitlines())
+    num_lines = len(file.text.splitlines())
     if num_lines > MAX_LINES:
         yield f"{file.module}: {num_lines} lines: split it by its nouns"
 
@@ -274,7 +284,7 @@ def _faults(file: SourceFile) -> Iterator[str]:
     if words & JUNK_DRAWERS:
         yield f"{file.module}: a function lives with its noun"
 
-    for node in ast.walk(file.tree):
+    for node in ast.walk(file.tree) if "except" in file.text else ():
         if isinstance(node, ast.ExceptHandler):
             catches_all = node.type is None or ast.unparse(node.type) in (
                 "Exception",

@@ -27,9 +27,10 @@ SCALE = jnp.linspace(0.5, 1.5, 32)
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "x:8"},
         {"mesh": "x:2;y:4"},
-        {"mesh": "x:8", "pins": {"rows": "[x, -]"}},
+        pytest.param(
+            {"mesh": "x:8", "pins": {"rows": "[x, -]"}}, marks=pytest.mark.slow
+        ),
         {"mesh": "x:8", "pins": {"rows": "[-, x]"}},
     ],
     ids=str,

@@ -116,8 +116,17 @@ def test_batches_are_the_examples_in_their_places(
         next(batches)
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-@pytest.mark.parametrize("taken", [0, 3, 5])
+@pytest.mark.parametrize(
+    ("taken", "prefetch"),
+    [
+        (3, 0),
+        (5, 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((0, 0), (0, 3), (3, 3), (5, 0))
+        ),
+    ],
+)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 def test_interrupted_and_gone_on_with_is_uninterrupted(
     source: Callable[[], Any], taken: int, prefetch: int, lowered: Lowered

@@ -84,8 +84,7 @@ def in_turn() -> Iterator[Tree]:
         yield kept
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("is_iterated", [False, True])
+@pytest.mark.parametrize(("prefetch", "is_iterated"), [(0, False), (2, True)])
 def test_steps_on_them_are_those_on_arrays(
     parallel: Any, lowered: LoweredPipeline, prefetch: int, is_iterated: bool
 ) -> None:

@@ -106,7 +106,8 @@ def test_values_and_gradients_stay(name: str) -> None:
     indexing = batching_dims(rewritten.jaxpr)
     assert len(indexing) >= 2 and all(indexing)
     for ours, theirs in zip(
-        jaxpr_as_fun(rewritten)(*args), jaxpr_as_fun(closed)(*args), strict=True
+        *(jax.jit(jaxpr_as_fun(each))(*args) for each in (rewritten, closed)),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 

@@ -30,31 +30,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_python(names: dict[str, object]) -> None:
-    for number, block in enumerate(blocks("python")):
-        exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
-
-
-def test_the_python_blocks_run_in_order(
+@pytest.mark.slow  # its commands are in test_explain_choice.py and test_plan_*.py
+def test_the_python_blocks_and_then_those_of_the_shell_run_in_order(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, object] = {}
-    run_python(names)
+    for number, block in enumerate(blocks("python")):
+        exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
     printed = capsys.readouterr().out
     assert "plan of train_step, for one step" in printed
     assert "the runner-up" in printed and "held by" in printed
     assert "from a plan of train_step to one of deeper_step" in printed
     assert (folder / "plan.json").exists()
-
-
-def test_the_shell_blocks_run_in_order(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_python({})
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("autopar ")]
     assert len(commands) == 6
-    capsys.readouterr()
     for _, *arguments in commands:
         is_plain_plan = arguments[0] == "plan" and "--check" not in arguments
         extra = ["--no-compare"] if is_plain_plan else []

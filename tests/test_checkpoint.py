@@ -83,6 +83,7 @@ def mesh_of(**sizes: int) -> Mesh:
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+@pytest.fixture(scope="module")
 def steps() -> dict[str, Any]:
     """The train step, planned for other meshes and by other methods."""
     rows = {"mu.*layers": P(None, None, "data"), "layers": P(None, "data")}
@@ -106,21 +107,25 @@ def uninterrupted() -> list[float]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("data:8", "4 x 2"),
-        ("data:8", "one device"),
+        pytest.param("data:8", "4 x 2", marks=pytest.mark.slow),
+        pytest.param("data:8", "one device", marks=pytest.mark.slow),
         ("rows and columns", "two stages"),
         ("two stages", "4 x 2"),
-        ("two stages", "two stages"),
+        pytest.param("two stages", "two stages", marks=pytest.mark.slow),
     ],
 )
 def test_training_goes_on_under_another_plan(
-    before: str, after: str, uninterrupted: list[float], tmp_path: Path
+    before: str,
+    after: str,
+    steps: dict[str, Any],
+    uninterrupted: list[float],
+    tmp_path: Path,
 ) -> None:
-    step = steps()[before]
+    step = steps[before]
     state = step.init(init, KEY, batch=(batch_of(0),))
     state, losses = train(step, state, range(2))
     autopar.save(tmp_path / "state", state)
-    step = steps()[after]
+    step = steps[after]
     like = step.abstract_state(init, KEY, batch=(batch_of(0),))
     restored = autopar.restore(tmp_path / "state", like)
     for leaf, kind in zip(
@@ -138,9 +143,9 @@ def at(tree: Tree, other: Tree, leaf: Any) -> Any:
     return next(ours for ours, theirs in pairs if theirs is leaf)
 
 
-def test_orbax_itself_takes_the_state(tmp_path: Path) -> None:
+def test_orbax_itself_takes_the_state(steps: dict[str, Any], tmp_path: Path) -> None:
     """As long as all leaves are `jax.Array`s, nothing of ours is needed."""
-    step = steps()["4 x 2"]
+    step = steps["4 x 2"]
     state = step.init(init, KEY, batch=(batch_of(0),))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)

@@ -87,13 +87,13 @@ def test_arrays_are_aligned_and_leave_no_holes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 def test_one_leaf_at_a_time_is_in_memory(tmp_path: Path) -> None:
-    num_leaves, leaf_bytes = 96, 4 << 20  # far more than a worker's other threads take
+    num_leaves, leaf_bytes = 64, 4 << 20  # far more than a worker's other threads take
     rows = np.zeros((leaf_bytes // 4096, 1024), "f4")
 
     def weights() -> list[jax.Array]:
         return [in_shards(rows + i, "a", "b") for i in range(num_leaves)]
 
-    autopar.export_weights(tmp_path / "first", weights())  # what allocators keep
+    autopar.export_weights(tmp_path / "first", weights()[:32])  # what allocators keep
     fresh = jax.block_until_ready(weights())
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
     before = memory("VmRSS")

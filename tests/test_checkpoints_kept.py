@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,13 +51,23 @@ def checkpoints(tmp_path: Path) -> Iterator[autopar.Checkpoints]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the steps 1 and 2."""
+    path = tmp_path_factory.mktemp("two_steps") / "run"
+    with autopar.Checkpoints(path, keep=3) as checkpoints:
+        for number in (1, 2):
+            position = {"samples": number}
+            checkpoints.save(number, state_of(number), data_position=position)
+    return path
+
+
 @pytest.fixture
-def saved(checkpoints: autopar.Checkpoints) -> autopar.Checkpoints:
-    """With checkpoints of the steps 1 and 2."""
-    for number in (1, 2):
-        checkpoints.save(number, state_of(number), data_position={"samples": number})
-    checkpoints.wait()
-    return checkpoints
+def saved(two_steps: Path, tmp_path: Path) -> Iterator[autopar.Checkpoints]:
+    """A copy of them that a test may change."""
+    shutil.copytree(two_steps, tmp_path / "run")
+    with autopar.Checkpoints(tmp_path / "run", keep=3) as found:
+        yield found
 
 
 def files_of(checkpoint: Path) -> list[Path]:

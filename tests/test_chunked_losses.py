@@ -46,7 +46,9 @@ def step(weights: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any]
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "x:8", "num_microbatches": 4},
+        pytest.param(
+            {"mesh": "x:8", "num_microbatches": 4}, marks=pytest.mark.slow
+        ),  # and in tests/cases/chunked_loss_with_count.py
         {"method": PipelineParallel(num_stages=2, num_microbatches=4)},
     ],
     ids=["microbatches", "stages"],

@@ -63,8 +63,9 @@ def test_a_pin_does_nothing_elsewhere() -> None:
     def with_pin(x: Any) -> jax.Array:
         return jnp.sin(autopar.pin(x * 2, P("nowhere")))
 
+    x = X[:2, :4]
     for transform in (jax.jit, jax.vmap, jax.jacobian, jax.jacfwd, jax.checkpoint):
-        found, expected = transform(with_pin)(X), transform(plain)(X)
+        found, expected = transform(with_pin)(x), transform(plain)(x)
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(with_pin(X), plain(X))
     text = jax.jit(with_pin).lower(X).as_text()

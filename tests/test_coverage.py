@@ -90,10 +90,11 @@ STEPS: dict[str, Callable[[jax.Array], Any]] = {
 @pytest.mark.filterwarnings("ignore::autopar.FallbackWarning")
 @pytest.mark.parametrize("name", STEPS)
 def test_values_are_those_of_jax(name: str) -> None:
+    """Also inside of a call."""
     step = STEPS[name]
-    for function in (step, jax.jit(step)):
-        found = autopar.parallelize(function, mesh="x:2;y:4")(POSITIVE)
-        expected = jax.jit(step)(POSITIVE)
+    both = autopar.parallelize(lambda x: (step(x), jax.jit(step)(x)), mesh="x:2;y:4")
+    expected = jax.jit(step)(POSITIVE)
+    for found in both(POSITIVE):
         for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
             np.testing.assert_allclose(one, other, 1e-4, 1e-5)
 

@@ -1,6 +1,7 @@
 """Values in chunks: a pipelined step's stacked layers, and who takes them."""
 
 import logging
+from functools import cache
 from typing import Any
 
 import jax
@@ -75,6 +76,16 @@ def staged() -> tuple[autopar.ParallelFunction, Tree]:
     return step, step.init(init_layers, KEY, batch=make_batch())
 
 
+@pytest.fixture(scope="module")
+def evaluate() -> autopar.ParallelFunction:
+    return autopar.parallelize(layers_loss)
+
+
+@cache
+def expected_loss() -> jax.Array:
+    return jax.jit(layers_loss)(jax.jit(init_layers)(KEY), make_batch())
+
+
 class TestPieces:
     def test_each_stage_makes_what_it_holds(self, staged: Any) -> None:
         _, params = staged
@@ -105,9 +116,9 @@ class TestPieces:
     ) -> None:
         evaluate = autopar.parallelize(layers_loss)
         params, batch = staged[1], make_batch()
-        expected = layers_loss(jax.jit(init_layers)(KEY), batch)
         for _ in range(2):
-            np.testing.assert_allclose(evaluate(params, batch), expected, rtol=1e-5)
+            found = evaluate(params, batch)
+            np.testing.assert_allclose(found, expected_loss(), rtol=1e-5)
         (message,) = with_text(log, "moved")
         assert "layers_loss: moved 2 arrays of 3584 bytes" in message
 
@@ -127,8 +138,7 @@ class TestPieces:
         monkeypatch.setattr(jax, "device_put", spy)
         found = evaluate(params, batch)
         assert moved and not held & set(moved)  # the batch is moved
-        expected = layers_loss(jax.jit(init_layers)(KEY), batch)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(found, expected_loss(), rtol=1e-5)
 
     def test_a_train_step_on_one_mesh_takes_them_once(self, staged: Any) -> None:
         batch = make_batch()
@@ -141,11 +151,10 @@ class TestPieces:
         assert_close(after, expected)
         assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(after))
 
-    def test_a_compiled_step_takes_them(self, staged: Any) -> None:
+    def test_a_compiled_step_takes_them(self, staged: Any, evaluate: Any) -> None:
         params, batch = staged[1], make_batch()
-        compiled = autopar.parallelize(layers_loss).lower(params, batch).compile()
-        expected = layers_loss(jax.jit(init_layers)(KEY), batch)
-        np.testing.assert_allclose(compiled(params, batch), expected, rtol=1e-5)
+        found = evaluate.lower(params, batch).compile()(params, batch)
+        np.testing.assert_allclose(found, expected_loss(), rtol=1e-5)
 
     def test_chunks_that_were_donated_are_refused(self, staged: Any) -> None:
         step, _ = staged
@@ -155,19 +164,19 @@ class TestPieces:
         with pytest.raises((ValueError, RuntimeError), match="may be donated once"):
             step(params, make_batch())
 
-    def test_types_of_chunks_have_a_plan_and_no_values(self, staged: Any) -> None:
+    def test_types_of_chunks_have_a_plan_and_no_values(
+        self, staged: Any, evaluate: Any
+    ) -> None:
         step, _ = staged
         spec = step.abstract_state(init_layers, KEY, batch=make_batch())
         layers = spec["layers"]
         assert isinstance(layers, autopar.AbstractDistributedArray)
         assert layers.shape == (3, 16, 16)
-        evaluate = autopar.parallelize(layers_loss)
         evaluate.plan(spec, make_batch())
         with pytest.raises(TypeError, match="runs on arrays"):
             evaluate(spec, make_batch())
 
-    def test_deleted_chunks_are_named(self) -> None:
-        evaluate = autopar.parallelize(layers_loss)
+    def test_deleted_chunks_are_named(self, evaluate: Any) -> None:
         params = jax.jit(init_layers)(KEY)
         devices = jax.devices()
         chunks = [
@@ -182,14 +191,13 @@ class TestPieces:
         with pytest.raises(RuntimeError, match="until it is donated or deleted"):
             autopar.fetch(layers)
 
-    def test_other_shapes_are_planned_anew(self, staged: Any) -> None:
-        evaluate = autopar.parallelize(layers_loss)
+    def test_other_shapes_are_planned_anew(self, staged: Any, evaluate: Any) -> None:
         evaluate(staged[1], make_batch())
         chunks = staged[1]["layers"].chunks
         shorter = {**staged[1], "layers": DistributedArray(chunks[:1])}
         rows = chunks[0].shape[0]
         params = jax.jit(init_layers)(KEY)
-        expected = layers_loss(
+        expected = jax.jit(layers_loss)(
             {**params, "layers": params["layers"][:rows]}, make_batch()
         )
         np.testing.assert_allclose(evaluate(shorter, make_batch()), expected, rtol=1e-5)
@@ -236,7 +244,14 @@ def loop_over_keys(key: jax.Array) -> jax.Array:
     return jax.lax.scan(body, key, None, length=12)[1]
 
 
-@pytest.mark.parametrize("init_fn", [one_key, key_for_each, loop_over_keys])
+@pytest.mark.parametrize(
+    "init_fn",
+    [
+        pytest.param(one_key, marks=pytest.mark.slow),
+        pytest.param(key_for_each, marks=pytest.mark.slow),
+        loop_over_keys,
+    ],
+)
 def test_a_stage_makes_its_own_layers_only(init_fn: Any) -> None:
     """Not even in passing is the stack whole, although it is one value of init_fn."""
     rows, devices = [(0, 2), (2, 5), (5, 12)], np.array(jax.devices()[:6])

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how_to" / "benchmarks.md"
 # One process, as each would import jax. What compares may find the machine busy.
@@ -22,6 +24,7 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_the_commands_run_on_the_file_that_is_shown(tmp_path: Path) -> None:
     page = PAGE.read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -12,6 +12,7 @@ from tests.safetensors_file import read_safetensors
 PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
 
 
+@pytest.mark.slow  # what it shows is in test_checkpoints_kept.py and _export.py
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)

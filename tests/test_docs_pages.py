@@ -21,6 +21,15 @@ PAGES = (
     "how_to/gpu_tpu.md",
     "how_to/plain_jit.md",
 )
+# Their libraries are in tests/examples too, plans for clusters in test_cli.py, and
+# shardings for plain jit in test_comparison.py.
+SLOW = (
+    "how_to/flax.md",
+    "how_to/equinox.md",
+    "how_to/keras.md",
+    "how_to/gpu_tpu.md",
+    "how_to/plain_jit.md",
+)
 # Pages with a test of their own, and those without code.
 ELSEWHERE = (
     "README.md",
@@ -78,7 +87,13 @@ def test_every_page_is_tested() -> None:
     assert found == {*PAGES, *ELSEWHERE}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
+        for page in PAGES
+    ],
+)
 def test_a_page_runs_and_prints_what_it_shows(
     page: str,
     tmp_path: Path,

@@ -160,23 +160,23 @@ def test_lines_fit_and_names_with_brackets_are_not_markup() -> None:
 
 def test_a_deep_plan_is_as_long_as_a_shallow_one() -> None:
     def text(num_layers: int) -> str:
-        workload = build("gpt", num_layers=num_layers)
+        workload = build("mlp", num_layers=num_layers)
         step = autopar.parallelize(workload.step, method=autopar.Zero(3), mesh="x:8")
         return format_plan(step.plan(*workload.abstract()).sharding)
 
     shallow, deep = text(4), text(8)
     assert len(deep.splitlines()) == len(shallow.splitlines()) < 80
-    assert "['layers'][*]['mlp_up']['kernel']" in deep
+    assert "['layers'][*]['kernel']" in deep
 
 
 def test_what_loops_gather_of_arguments_is_named_by_these() -> None:
-    workload = build("gpt", num_layers=2)
+    workload = build("mlp", num_layers=2)
     options = {"mesh": "x:8", "num_microbatches": 2, "method": autopar.Zero(3)}
     plan = autopar.parallelize(workload.step, **options).plan(*workload.abstract())
     gathered = [each for each in plan.sharding.collectives if each.count == 2]
     sources = {each.source for each in gathered}
-    assert "state.params['layers'][0]['mlp_up']['kernel']" in sources
-    assert "state.params['layers'][*]['mlp_up']['kernel']" in format_plan(plan.sharding)
+    assert "state.params['layers'][0]['kernel']" in sources
+    assert "state.params['layers'][*]['kernel']" in format_plan(plan.sharding)
 
 
 def test_long_names_of_groups_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:

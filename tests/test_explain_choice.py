@@ -1,5 +1,6 @@
 """Why one tensor or operator is as it is: the runner-up is that of trying them all."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ MESH = "x:2;y:4"
 
 def planned(case: Case, **options: Any) -> Plan:
     return autopar.parallelize(case.step, **options).plan(*case.args)
+
+
+@cache
+def planned_f1() -> Plan:
+    return planned(f1(), mesh=MESH)
+
+
+@cache
+def planned_f3() -> Plan:
+    return planned(f3(), mesh=MESH)
 
 
 def index_of(plan: Plan, name: str) -> int:
@@ -113,7 +124,7 @@ def test_the_place_of_an_argument_that_is_only_read_holds_it() -> None:
 
 
 def test_readers_and_their_specs_are_those_of_the_plan() -> None:
-    plan = planned(f3(), mesh=MESH)
+    plan = planned_f3()
     name = "jvp(bqnd,ndh->bqh)/dot_general.0"
     reasons = reasons_of(plan, name)
     assert [reader for reader, _ in reasons.readers] == ["jvp()/add.1"]
@@ -124,7 +135,7 @@ def test_readers_and_their_specs_are_those_of_the_plan() -> None:
 
 
 def test_another_strategy_of_an_operator_costs_more() -> None:
-    plan = planned(f3(), mesh=MESH)
+    plan = planned_f3()
     names = [op.name for op in plan.sharding.operators]
     index = names.index("jvp(bqnd,ndh->bqh)/dot_general.0")
     assert plan.source is not None
@@ -139,7 +150,7 @@ def test_another_strategy_of_an_operator_costs_more() -> None:
 def test_it_prints_what_made_it_so_and_the_price_by_part(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = planned(f1(), mesh=MESH)
+    plan = planned_f1()
     plan.explain(tensor="params/w")
     printed = capsys.readouterr().out
     (row,) = [line for line in printed.splitlines() if "the runner-up  " in line]
@@ -161,7 +172,7 @@ def test_an_unknown_name_is_refused_with_those_like_it(
     asked: dict[str, Any], near: str
 ) -> None:
     with pytest.raises(ValueError, match="names in the plan of 'step'") as caught:
-        planned(f1(), mesh=MESH).explain(**asked)
+        planned_f1().explain(**asked)
     assert near in str(caught.value).partition("like it are")[2]
 
 

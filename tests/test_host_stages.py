@@ -66,12 +66,15 @@ def test_what_is_dealt_out_is_all_there_is_and_may_be(
     assert sum(HostGroups.of(sizes, inside).num_hosts) == num_hosts
 
 
-@pytest.mark.parametrize(("number", "inside"), [(1, 4), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("number", "inside"),
+    [*(pytest.param(n, 4, marks=pytest.mark.slow) for n in (1, 2)), (3, 2)],
+)
 def test_a_search_finds_what_it_finds_for_one_process(number: int, inside: int) -> None:
     clusters = hosts(number, inside), Cluster.preset(f"{number}x{inside}xCPU")
     method = PipelineParallel(num_microbatches=4)
     there, here = (
-        parallelize(tanh_chain, method=method, cluster=cluster).plan(*arguments())
+        parallelize(tanh_chain, method=method, cluster=cluster).plan(*arguments(4))
         for cluster in clusters
     )
     assert there.stages.meshes == here.stages.meshes

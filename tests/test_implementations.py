@@ -87,7 +87,9 @@ def step(weights: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
 
 
-@pytest.mark.parametrize("more", [{}, {"num_microbatches": 4}], ids=str)
+@pytest.mark.parametrize(
+    "more", [pytest.param({}, marks=pytest.mark.slow), {"num_microbatches": 4}], ids=str
+)
 def test_in_a_loop_over_layers(more: Any) -> None:
     parallel = autopar.parallelize(step, mesh="x:8", donate_argnums=(), **more)
     with warnings.catch_warnings():

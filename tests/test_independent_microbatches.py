@@ -154,11 +154,21 @@ def balanced_experts_model() -> tuple[Any, Any, Any, Any]:
     )
 
 
-MODELS = [batch_norm_model, contrastive_model, balanced_experts_model]
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize(
+    ("number", "model"),
+    [
+        (2, batch_norm_model),
+        (4, contrastive_model),
+        slow(4, balanced_experts_model),
+        slow(4, batch_norm_model),
+        slow(2, contrastive_model),
+        slow(2, balanced_experts_model),
+    ],
+)
 def test_gpi_5_a_batch_coupled_step_equals_the_loop_by_hand(model: Any, number: int):
     loss, update, state, batch = model()
     fun = as_step(loss, update)
@@ -178,7 +188,10 @@ def test_gpi_5_a_batch_coupled_step_equals_the_loop_by_hand(model: Any, number: 
     assert difference > 1e-4  # or the test says nothing
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [slow(batch_norm_model), slow(contrastive_model), balanced_experts_model],
+)
 def test_gpi_5_a_batch_coupled_step_is_a_pipeline_of_independent_parts(model: Any):
     loss, update, state, batch = model()
     method = PipelineParallel(2, 4, microbatch_semantics="independent")
@@ -213,7 +226,7 @@ def test_values_for_each_example_come_back_in_the_order_of_the_batch():
     assert_equal(got[3], jnp.maximum(parts[0][3], parts[1][3]))
 
 
-@pytest.mark.parametrize("size", [16, 40])
+@pytest.mark.parametrize("size", [slow(16), 40])
 def test_results_of_joined_batches_come_back_in_their_order(size: int):
     def fun(w: jax.Array, x: jax.Array, more: jax.Array) -> Any:
         def loss(w: jax.Array) -> Any:

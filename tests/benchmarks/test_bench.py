@@ -104,7 +104,7 @@ def test_planning_is_measured_kept_and_drawn(
 ) -> None:
     paths = [tmp_path / name for name in ("results.json", "results.html")]
     written = [f"--json={paths[0]}", f"--html={paths[1]}"]
-    asked = ["mlp", "--mesh=x:8", "--mesh=x:4;y:2", "--set=num_layers=2"]
+    asked = ["mlp", "--mesh=x:8", "--mesh=x:4;y:2", "--set=num_layers=1"]
     assert run("bench", "plan", *asked, *written) == 0
     found = ResultFile.load(paths[0]).results
     assert [each.case for each in found] == ["mlp x:8", "mlp x:4;y:2"]
@@ -155,6 +155,7 @@ def test_no_case_of_quality_comes_twice() -> None:
 def test_a_pipeline_is_simulated_on_a_cluster() -> None:
     asked = Request(
         targets=("mlp",),
+        settings={"num_layers": 2},
         cluster="1x4xV100",
         methods=("PipelineParallel(2, 4)", "DataParallel()"),
     )

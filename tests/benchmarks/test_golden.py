@@ -10,18 +10,41 @@ from pathlib import Path
 import pytest
 
 from benchmarks import golden
+from benchmarks.request import Request
 from benchmarks.results import Machine, Result, ResultFile
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
 MACHINE = Machine("golden", "x86_64", 2, "3.11.0", "0.10.2")
 BEFORE = Result("plan", "mlp x:8", {"peak_bytes": 1000.0, "gap": 0.0})
+# One case of each suite that takes a second at most.
+QUICK = {
+    "plan": "mlp x:8",
+    "quality": "mlp data:2;tensor:4 Megatron",
+    "simulate": "alpa_osdi22_gpt",
+    "pipeline": "one_f_one_b 4 stages",
+}
 
 
 def differences(after: Result) -> list[str]:
     return golden.differences(*(ResultFile(MACHINE, (r,)) for r in (BEFORE, after)))
 
 
+def test_a_case_of_each_quick_suite_gives_the_golden_numbers() -> None:
+    asked = Request(small=True, rounds=1, is_timed=False)
+    results: list[Result] = []
+    for suite, name in QUICK.items():
+        (case,) = [each for each in SUITES[suite](asked) if each.name == name]
+        results += case.measure()
+    found = golden.without_times(results)
+    cases = {(each.suite, each.case) for each in found.results}
+    assert {suite for suite, _ in cases} == set(QUICK)
+    kept = ResultFile.load(golden.FILE)
+    same = [each for each in kept.results if (each.suite, each.case) in cases]
+    assert not golden.differences(replace(kept, results=tuple(same)), found)
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 def test_every_suite_runs_small_and_gives_the_golden_numbers(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("results.json", "results.html")]

@@ -18,6 +18,16 @@ def test_a_program_above_its_budget_is_told() -> None:
     assert not Measurement("mlp", "x:8", 0, 88, 92, 96, 10, 0.0).is_above
 
 
+def test_without_budgets_the_free_plan_is_measured_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODELS, "small", ("mlp", {"num_layers": 2}))
+    (free,) = measure("small", "x:8", [])
+    assert not free.correction and not free.budget_bytes
+    assert free.ratio == pytest.approx(1, abs=0.25)
+
+
+@pytest.mark.slow
 def test_the_free_plan_corrects_that_within_a_budget() -> None:
     free, within = measure("mlp", "x:8", [0.8])
     assert not free.correction and not free.budget_bytes

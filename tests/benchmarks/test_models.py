@@ -3,6 +3,7 @@
 import csv
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,19 @@ from benchmarks.suites import TABLES as FOLDER
 FAMILIES = (
     *("mlp", "gpt", "llama", "bert", "t5", "moe", "lstm", "vit", "resnet", "unet"),
 )
+# These, too, tests/integration/test_models.py trains in every run.
+TRAINED = ("gpt", "bert", "t5", "lstm", "resnet", "unet")
 
 # Compiling takes longer than running here, so compile without optimising.
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+
+
+def slow(*values: Any) -> Any:
+    """A case that runs in `make test-all` only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -40,9 +48,10 @@ def train(name: str, **options: Any) -> tuple[float, float, float]:
     return float(first["loss"]), float(second["loss"]), float(third["loss"])
 
 
-def initial_loss(model: Model) -> float:
+@functools.cache
+def initial_loss(make_model: Callable[[Any], Model], config: Any) -> float:
     """Return the loss of the initial parameters of key 0 on one batch."""
-    key = jax.random.key(0)
+    key, model = jax.random.key(0), make_model(config)
     params, model_state = model.init(key)
     loss = jax.jit(model.loss, compiler_options=QUICK)
     return float(loss(params, model_state, model.make_batch(key), key)[0])
@@ -58,6 +67,7 @@ def test_the_bare_family_names_are_known() -> None:
 
 
 # Others are trained in tests/integration/test_models.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "moe", "vit"])
 def test_loss_falls(family: str) -> None:
     losses = train(family)
@@ -76,7 +86,7 @@ def test_loss_falls_with_every_optimizer(optimizer: str) -> None:
     ("family", "options"),
     [
         ("mlp", {"bias": False}),
-        (
+        slow(
             "gpt",
             {
                 "scan_layers": True,
@@ -86,8 +96,9 @@ def test_loss_falls_with_every_optimizer(optimizer: str) -> None:
                 "compute_dtype": "bfloat16",
             },
         ),
-        ("llama", {"scan_layers": True, "remat": True, "compute_dtype": "bfloat16"}),
-        ("resnet", {"block": "bottleneck", "stem": "imagenet", "max_pool": True}),
+        slow(
+            "llama", {"scan_layers": True, "remat": True, "compute_dtype": "bfloat16"}
+        ),
     ],
     ids=str,
 )
@@ -100,10 +111,10 @@ def test_loss_falls_with_options(family: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "other_options"),
     [
-        ({}, {"scan_layers": True}),
-        ({}, {"remat": True, "loss": "optax"}),
+        slow({}, {"scan_layers": True}),
+        slow({}, {"remat": True, "loss": "optax"}),
         ({"dropout": 0.1, "tied": True}, {"scan_layers": True}),
-        ({"fused_qkv": True}, {"fused_form": "stacked"}),
+        slow({"fused_qkv": True}, {"fused_form": "stacked"}),
     ],
     ids=str,
 )
@@ -111,19 +122,21 @@ def test_forms_of_gpt_are_the_same_function(
     options: dict[str, Any], other_options: dict[str, Any]
 ) -> None:
     config = replace(gpt.Config.tiny(), **options)
-    model = gpt.make_model(config)
-    other_model = gpt.make_model(replace(config, **other_options))
+    other = replace(config, **other_options)
     np.testing.assert_allclose(
-        initial_loss(model), initial_loss(other_model), rtol=1e-5
+        initial_loss(gpt.make_model, config),
+        initial_loss(gpt.make_model, other),
+        rtol=1e-5,
     )
 
 
+@pytest.mark.slow
 def test_forms_of_llama_are_the_same_function() -> None:
     config = llama.Config.tiny()
     unrolled, scanned = config, replace(config, scan_layers=True, remat=True)
     np.testing.assert_allclose(
-        initial_loss(llama.make_model(unrolled)),
-        initial_loss(llama.make_model(scanned)),
+        initial_loss(llama.make_model, unrolled),
+        initial_loss(llama.make_model, scanned),
         rtol=1e-5,
     )
 
@@ -132,7 +145,8 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     rng = np.random.default_rng(0)
     query, key = jnp.asarray(rng.normal(size=(2, 1, 1, 1, 16)), jnp.float32)
     turned = [
-        llama.rotate(jnp.tile(x, (1, 9, 1, 1)), 100.0)[0, :, 0] for x in (query, key)
+        jax.jit(llama.rotate)(jnp.tile(x, (1, 9, 1, 1)), 100.0)[0, :, 0]
+        for x in (query, key)
     ]
     products = np.asarray(turned[0] @ turned[1].T)
     np.testing.assert_allclose(products[2:, 2:], products[:-2, :-2], atol=1e-5)
@@ -150,20 +164,22 @@ def test_grouped_queries_share_a_head_of_keys_and_values() -> None:
         return jnp.repeat(heads, 2, axis=1).reshape(32, 32)
 
     full = {n: {"kernel": repeated(layer[n]["kernel"])} for n in ("key", "value")}
+    attention = jax.jit(llama.attention, static_argnums=0)
     np.testing.assert_allclose(
-        llama.attention(config, layer, x),
-        llama.attention(whole, {**layer, **full}, x),
+        attention(config, layer, x),
+        attention(whole, {**layer, **full}, x),
         rtol=2e-5,
         atol=1e-6,
     )
 
 
+@pytest.mark.slow
 def test_forms_of_vit_are_the_same_function() -> None:
-    config = vit.Config.tiny()
-    conv, reshape = config, replace(config, patches="reshape")
+    conv = vit.Config.tiny()
+    reshape = replace(conv, patches="reshape")
     np.testing.assert_allclose(
-        initial_loss(vit.make_model(conv)),
-        initial_loss(vit.make_model(reshape)),
+        initial_loss(vit.make_model, conv),
+        initial_loss(vit.make_model, reshape),
         rtol=1e-5,
     )
 
@@ -171,27 +187,26 @@ def test_forms_of_vit_are_the_same_function() -> None:
 @pytest.mark.parametrize(
     ("family", "optimizer"),
     [
-        *((family, "adamw") for family in FAMILIES),
-        *(("mlp", optimizer) for optimizer in optimizer_names()),
+        *((family, "adamw") for family in FAMILIES if family not in TRAINED),
+        *(slow(family, "adamw") for family in TRAINED),
+        *(("mlp", each) for each in optimizer_names() if each != "adamw"),
     ],
 )
-def test_a_step_returns_a_state_like_the_one_it_takes(
+def test_a_step_in_float32_returns_a_state_like_the_one_it_takes(
     family: str, optimizer: str
 ) -> None:
     workload = build(family, optimizer=optimizer)
     state, batch = workload.abstract()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
     next_state, metrics = jax.eval_shape(workload.step, state, batch)
     assert next_state == state
     assert metrics["loss"].shape == ()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_initial_parameters_are_float32(family: str) -> None:
-    state, _ = build(family).abstract()
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [each if each in ("mlp", "lstm") else slow(each) for each in FAMILIES],
+)
 def test_float64_parameters_stay_float64(family: str) -> None:
     def widen(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = jnp.float64 if leaf.dtype == jnp.float32 else leaf.dtype
@@ -207,18 +222,20 @@ def test_float64_parameters_stay_float64(family: str) -> None:
 
 
 def test_dropout_draws_anew_at_each_step() -> None:
-    options = {"dropout": 0.5, "num_layers": 1}
+    options = {"dropout": 0.5, "num_layers": 1, "masked_loss": True}
     losses = train("gpt", optimizer="sgd", learning_rate=0.0, **options)
     assert len(set(losses)) == 3
 
 
-def test_batch_norm_updates_its_running_statistics() -> None:
-    workload = build("resnet")
-    state = workload.init(jax.random.key(0))
+def test_batch_norm_updates_its_running_statistics_and_the_loss_falls() -> None:
+    options = {"block": "bottleneck", "stem": "imagenet", "stage_sizes": (1,)}
+    workload = build("resnet", max_pool=True, **options)
+    state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
     step = jax.jit(workload.step, compiler_options=QUICK)
-    next_state, _ = step(state, workload.make_batch(0))
+    next_state, first = step(state, batch)
     before, after = state.model_state["stem"], next_state.model_state["stem"]
     assert not np.allclose(before["mean"], after["mean"])
+    assert step(next_state, batch)[1]["loss"] < first["loss"]
 
 
 def test_the_gradient_norm_is_a_metric_on_request() -> None:
@@ -234,6 +251,7 @@ def test_a_batch_depends_on_the_seed_alone() -> None:
     assert not np.array_equal(first["tokens"], other["tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
     workload = build("gpt-125m", scan_layers=scan_layers)
@@ -246,16 +264,16 @@ def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
     ("name", "expected"),
     [
         ("gpt-125m", 0.165e9),
-        ("gpt-175b", 175e9),
-        ("llama-70b", 70.6e9),
-        ("moe-70b", 70e9),
+        slow("gpt-175b", 175e9),
+        slow("llama-70b", 70.6e9),
+        slow("moe-70b", 70e9),
         ("bert-large", 0.335e9),
         ("vit-base", 0.0866e9),
         ("resnet-50", 0.02556e9),
-        ("wide-resnet-250m", 0.25e9),
-        ("t5-3b", 2.85e9),
-        ("t5-11b", 11.3e9),
-        ("wide-resnet-13b", 13e9),
+        slow("wide-resnet-250m", 0.25e9),
+        slow("t5-3b", 2.85e9),
+        slow("t5-11b", 11.3e9),
+        slow("wide-resnet-13b", 13e9),
     ],
 )
 def test_realistic_sizes_have_their_published_size(name: str, expected: float) -> None:

@@ -164,7 +164,7 @@ def stages(
 
 @pytest.mark.parametrize("sent", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("forward", [(1, 1, 1, 1), (1, 2, 1), (1.5, 1, 1, 1, 0.5)])
-@pytest.mark.parametrize("microbatches", [8, 32])
+@pytest.mark.parametrize("microbatches", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_the_formula_is_near_the_schedule(
     forward: Sequence[float], sent: float, microbatches: int
 ) -> None:

@@ -42,6 +42,7 @@ def test_confusing_what_is_twice_as_quick_costs_more() -> None:
     assert share_right(pairs) == pytest.approx(0.0953 / (0.0953 + 0.6931), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_decoders_are_ranked_as_published() -> None:
     for table in ("torchtitan_llama", "alpa_osdi22_moe"):
         assert share_right(pairs_of(read_runs(TABLES / f"{table}.csv"))) >= 0.85

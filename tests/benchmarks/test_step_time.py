@@ -1,6 +1,7 @@
 """What steps are timed beside: the same values, and the plan's sharding everywhere."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from benchmarks.annotated_step import AnnotatedStep, own_step, same_graph
 from benchmarks.models import Workload, build
 from benchmarks.result_page import page
 from benchmarks.results import Machine, ResultFile
-from benchmarks.step_time import BASELINES, programs
+from benchmarks.step_time import BASELINES, Program, programs
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -25,8 +26,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def annotated(workload: Workload) -> tuple[AnnotatedStep, AnnotatedStep]:
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@cache
+def annotated(model: str, **options: Any) -> tuple[AnnotatedStep, AnnotatedStep]:
     """The user's own step, and the one that is planned."""
+    workload = build(model, **options)
     step = autopar.parallelize(workload.step, mesh="x:8", donate_argnums=())
     lowered = step.lower(*workload.abstract())
     closed = jax.jit(workload.step).trace(*workload.abstract()).jaxpr
@@ -47,17 +54,17 @@ def kinds(step: AnnotatedStep) -> Counter[str]:
     ("model", "options"),
     [
         ("mlp", {}),
-        ("gpt", SMALL),
-        ("gpt", {**SMALL, "scan_layers": True, "remat": True}),
-        ("unet", {}),
-        ("lstm", {}),
+        slow("gpt", SMALL),
+        slow("gpt", {**SMALL, "scan_layers": True, "remat": True}),
+        slow("unet", {}),
+        ("lstm", {"num_layers": 1}),
     ],
     ids=["mlp", "gpt", "scan and remat", "unet", "lstm"],
 )
 def test_the_users_own_step_is_annotated_all_over(
     model: str, options: dict[str, Any]
 ) -> None:
-    own, same = annotated(build(model, **options))
+    own, same = annotated(model, **options)
     more = kinds(own) - kinds(same)
     assert not kinds(same) - kinds(own)
     assert set(more) <= {"transpose"}
@@ -69,7 +76,7 @@ def test_the_users_own_step_is_annotated_all_over(
 
 def test_what_lies_behind_a_rewritten_product_has_the_sharding_of_the_plan() -> None:
     """New weights and moments are numbered otherwise than in the planned graph."""
-    steps = annotated(build("mlp"))
+    steps = annotated("mlp")
     assert kinds(steps[0])["transpose"] > kinds(steps[1])["transpose"]
     own, same = (
         [step.annotations.get(t) for t in step.graph.outputs if isinstance(t, int)]
@@ -79,8 +86,8 @@ def test_what_lies_behind_a_rewritten_product_has_the_sharding_of_the_plan() -> 
     assert {each.spec for each in own if each} > {PartitionSpec(), PartitionSpec("x")}
 
 
-def test_all_programs_give_the_values_of_jit() -> None:
-    workload = build("gpt", scan_layers=True, remat=True, **SMALL)
+def assert_values_of_jit(workload: Workload) -> dict[str, Program]:
+    """All programs of the step."""
     arguments = workload.init(jax.random.key(0)), workload.make_batch(0)
     want = jax.tree.leaves(jax.jit(workload.step)(*arguments))
     made = programs(workload, "x:8")
@@ -90,13 +97,25 @@ def test_all_programs_give_the_values_of_jit() -> None:
             np.testing.assert_allclose(
                 value, expected, rtol=2e-3, atol=2e-4, err_msg=name
             )
-    # In loops, too, the partitioner is told what it would not find by itself.
+    return made
+
+
+def test_all_programs_give_the_values_of_jit() -> None:
+    assert_values_of_jit(build("mlp", num_layers=2))
+
+
+@pytest.mark.slow
+def test_in_loops_too_the_partitioner_is_told_what_it_would_not_find() -> None:
+    made = assert_values_of_jit(build("gpt", scan_layers=True, remat=True, **SMALL))
     own, alone = made["own step"], made["arguments"]
     assert own.text.count("all-gather(") != alone.text.count("all-gather(")
 
 
 def test_results_have_the_time_beside_each_baseline() -> None:
-    asked = suites.Request(targets=("mlp",), meshes=("x:8",), rounds=1, is_timed=False)
+    sizes = {"num_layers": 2}
+    asked = suites.Request(
+        targets=("mlp",), settings=sizes, meshes=("x:8",), rounds=1, is_timed=False
+    )
     ours, *baselines = suites.run(["step"], asked)
     names = ["times_own_step", "times_same_graph", "times_arguments"]
     assert [name for name in ours.timed if name.startswith("times")] == names

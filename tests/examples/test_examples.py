@@ -33,6 +33,10 @@ STEPS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+# Those of `make test`: frameworks whose steps no other test runs.
+QUICK = {"flax_linen", "haiku_transform"}
+
+
 class Compiling:
     """A parallelized step that keeps the compiled step of each of its plans."""
 
@@ -72,7 +76,13 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(STEPS)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in STEPS
+    ],
+)
 def test_an_example_trains_as_without_its_decorator(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +109,7 @@ def test_an_example_trains_as_without_its_decorator(
         )
 
 
+@pytest.mark.slow
 def test_an_example_runs_as_its_first_lines_say() -> None:
     env = {**os.environ, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "8"}
     path = EXAMPLES / "flax_linen.py"

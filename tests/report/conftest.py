@@ -1,11 +1,23 @@
 """One plan of a program and one of a pipeline, with their pages."""
 
+from collections.abc import Iterator
+from functools import cache
+
 import pytest
 
 import autopar
+from autopar.report import page as pages
+from autopar.report.figures import packed_plotly
 from autopar.steps.parallel_plan import Plan
 from tests.report.html_pages import Page
 from tests.report.steps import arguments, step, written
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plotly_is_packed_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "packed_plotly", cache(packed_plotly))
+        yield
 
 
 @pytest.fixture(scope="session")

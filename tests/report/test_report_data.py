@@ -136,7 +136,9 @@ def test_memory_of_each_submesh_peaks_where_the_plan_says(pipeline: Plan) -> Non
     assert [[str(each.task) for each in tasks] for tasks in held] == rows
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "zb_h1"]
+)
 def test_the_timeline_ends_with_the_predicted_step(schedule: str) -> None:
     method = autopar.PipelineParallel(4, 4, schedule)
     plan = autopar.parallelize(step, mesh="x:2", method=method).plan(*arguments())

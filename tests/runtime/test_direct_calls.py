@@ -250,7 +250,11 @@ def test_each_kind_of_arguments_is_known_by_itself(
             assert key == expected
 
 
-@pytest.mark.parametrize("activation", [None, jnp.tanh], ids=["arrays", "constants"])
+@pytest.mark.parametrize(
+    "activation",
+    [pytest.param(None, marks=pytest.mark.slow), jnp.tanh],
+    ids=["arrays", "constants"],
+)
 def test_calls_under_other_settings_are_traced_under_them(activation: Any) -> None:
     """Types and random bits of whichever setting the caller has, as `jax.jit` does."""
 

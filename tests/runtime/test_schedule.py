@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.plans.plan import TaskKind
@@ -146,6 +146,7 @@ def test_meg_5_zero_bubble() -> None:
         assert span == second.timeline.busy_seconds(submesh)
 
 
+@settings(max_examples=40)
 @given(num_stages=Sizes, extra=st.integers(0, 9))
 def test_zero_bubble_leaves_a_third_of_the_bubble_or_none_inside(
     num_stages: int, extra: int
