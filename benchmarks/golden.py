@@ -1,7 +1,7 @@
 """What benchmarks give on any machine beside what it was: bytes, memory, gaps, errors.
 
-All suites of `autopar bench all --small`; what is timed is left out. `make test` runs
-that command and compares with `golden.json` (tests/benchmarks/test_golden.py). Where a
+All suites of `autopar bench all --small`; what is timed is left out. `make test-all`
+compares all of it with `golden.json`, `make test` a case of each quick suite. Where a
 change is meant to move numbers, write the file again and let the diff say which:
 
     python -m benchmarks.golden
