@@ -29,12 +29,12 @@ def two_hosts(ratio: float = 100.0) -> Cluster:
     return replace(cluster, host_link=inner, network_link=outer)
 
 
-def test_a_searched_pipeline_has_the_values_of_one_device():
-    case = dense_stack(512, 256)
+def test_stages_that_were_searched_are_planned_again_as_they_are():
+    case = dense_stack(256, 128, num_layers=4)
     step = parallelize(case.step, cluster=two_hosts(), method=PipelineParallel())
-    plan = run_pipeline_as_planned(step, *case.args).plan
+    plan = step.plan(*case.args)
     assert len(plan.stages.meshes) >= 2
-    assert sum(plan.stages.stage_products) == 6
+    assert sum(plan.stages.stage_products) == 4
     again = parallelize(case.step, cluster=two_hosts(), plan=plan)
     assert again.plan(*case.args).stages.programs == plan.stages.programs
 
@@ -54,7 +54,7 @@ def test_a_gap_is_known_where_stages_were_searched():
 
 def test_given_stages_have_the_bound_of_their_problems():
     """But for sends and the update, nothing is to gain where stages are equal."""
-    case = dense_stack(64, 32)
+    case = dense_stack(64, 32, num_layers=2)
     gaps = {}
     for schedule in ("1f1b", "zb_h1"):
         method = PipelineParallel(2, 4, schedule=schedule)
@@ -94,7 +94,7 @@ def test_an_encoder_and_a_decoder_are_searched_together():
     assert_trains_as_one_device(training, 2, cluster=two_hosts(), method=method)
 
 
-def scanned(num_layers: int = 5) -> Any:
+def scanned(num_layers: int) -> Any:
     def step(params: Any, x: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
             y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, params["w"])
@@ -108,23 +108,23 @@ def scanned(num_layers: int = 5) -> Any:
 
 
 def test_scans_over_layers_are_cut_where_the_search_says():
-    step, params, x = scanned()
-    method = PipelineParallel(num_microbatches=4)
+    step, params, x = scanned(3)
+    method = PipelineParallel(num_microbatches=2)
     function: Any = parallelize(step, method=method, cluster=two_hosts())
     plan = run_pipeline_as_planned(function, params, x).plan
-    assert plan.stages.num_microbatches == 4
-    assert sum(plan.stages.stage_products) == 6
+    assert plan.stages.num_microbatches == 2
+    assert sum(plan.stages.stage_products) == 4
 
 
 def test_stages_have_the_products_that_are_asked_for():
-    step, params, x = scanned()
+    step, params, x = scanned(5)
     method = PipelineParallel(2, 2, stage_products=(2, 4))
     function: Any = parallelize(step, method=method)
-    compiled = run_pipeline_as_planned(function, params, x)
-    assert compiled.plan.stages.stage_products == (2, 4)
+    plan = function.plan(params, x)
+    assert plan.stages.stage_products == (2, 4)
     lengths = {
         i.shape[0]
-        for each in compiled.plan.stages.programs
+        for each in plan.stages.programs
         if each.kind == "forward"
         for i in each.sharding.inputs
         if "'w'" in i.path
@@ -154,11 +154,10 @@ def test_rematerialised_layers_are_not_cut():
 
     params = [[random(3 * i + j, 32, 32, scale=0.1) for j in range(3)] for i in (0, 1)]
     x = random(9, 16, 32)
-    for method in (
-        PipelineParallel(2, 2),
-        PipelineParallel(2, 2, stage_products=(3, 3)),
-    ):
-        run_pipeline_as_planned(parallelize(step, method=method), params, x)
+    run_pipeline_as_planned(parallelize(step, method=PipelineParallel(2, 2)), params, x)
+    even = PipelineParallel(2, 2, stage_products=(3, 3))
+    stages = parallelize(step, method=even).plan(params, x).stages
+    assert stages.stage_products == (3, 3)
     wrong = PipelineParallel(2, 2, stage_products=(2, 4))
     with pytest.raises(ValueError, match="rematerialised layer"):
         parallelize(step, method=wrong).plan(params, x)
@@ -194,8 +193,8 @@ def test_the_state_of_a_stage_lies_in_as_many_parts_as_it_is_told(
         fun, args, kwargs = call
         return plan_pipeline(fun, args, kwargs, method, options, split={0, 1})
 
-    case = dense_stack(2048, 64)
-    method = PipelineParallel(2, 4)
+    case = dense_stack(1024, 64, num_layers=2)
+    method = PipelineParallel(2, 2)
     monkeypatch.setattr(pipeline_choice, "fitting_pipeline", split_all)
     step = parallelize(case.step, method=method)
     plan = run_pipeline_as_planned(step, *case.args).plan
@@ -206,8 +205,8 @@ def test_the_state_of_a_stage_lies_in_as_many_parts_as_it_is_told(
 
 
 def test_a_budget_that_all_stages_keep_to_changes_nothing():
-    case = dense_stack(64, 32)
-    method = PipelineParallel(2, 4)
+    case = dense_stack(64, 32, num_layers=2)
+    method = PipelineParallel(2, 2)
     free: Any = parallelize(case.step, method=method).lower(*case.args).compile()
     peak_bytes = max(*free.audit().peak_bytes, *free.plan.stages.peak_bytes)
     step = parallelize(case.step, method=method, memory_budget=peak_bytes)
@@ -215,21 +214,13 @@ def test_a_budget_that_all_stages_keep_to_changes_nothing():
 
 
 def test_a_budget_that_is_too_small_names_the_stage_and_what_it_holds():
-    case = dense_stack(64, 64)
+    case = dense_stack(64, 64, num_layers=2)
     for method in (PipelineParallel(2, 4), PipelineParallel()):
         step = parallelize(case.step, method=method, memory_budget=1000)
         with pytest.raises(InfeasiblePlanError, match=r"stage|layer") as error:
             step.plan(*case.args)
         assert "state" in str(error.value) and "gradients" in str(error.value)
         assert (error.value.least_budget_bytes or 0) > 1000
-
-
-def test_auto_takes_a_pipeline_where_nothing_else_fits_and_stays_quick_else():
-    case = dense_stack(512, 256)
-    local = parallelize(case.step).plan(*case.args)
-    assert local.sharding.mesh.size == 8
-    even = parallelize(case.step, cluster=two_hosts(1.0)).plan(*case.args)
-    assert even.sharding.mesh.size == 8
 
 
 def test_auto_leaves_a_step_that_cannot_be_cut_alone():
@@ -244,8 +235,8 @@ def test_auto_leaves_a_step_that_cannot_be_cut_alone():
         value, grads = jax.value_and_grad(loss)(params)
         return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
 
-    params = [random(i, 256, 256, scale=0.05) for i in range(2)]
-    x = random(9, 512, 256)
+    params = [random(i, 64, 64, scale=0.05) for i in range(2)]
+    x = random(9, 128, 64)
     assert parallelize(step, cluster=two_hosts()).plan(params, x).sharding
     with pytest.raises(ValueError):
         parallelize(step, cluster=two_hosts(), method=PipelineParallel()).plan(
