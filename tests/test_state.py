@@ -109,9 +109,9 @@ class TestInit:
         x, y = make_batch()
         expected = jax.jit(init_both)(KEY)
         for batch in ({"x": abstract(x), "y": y}, (x, y)):
+            log.clear()
             state = step.init(init_both, KEY, batch=batch)
             assert_equal(state, expected)
-        log.clear()
         results = step(*state, x, y)
         assert len(with_text(log, "planned")) == 1
         assert not with_text(log, "moved")

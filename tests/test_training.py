@@ -29,7 +29,7 @@ class NumberedBatches:
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    return build("mlp")
+    return build("mlp", optimizer="sgd")
 
 
 @pytest.fixture(scope="module")
