@@ -51,7 +51,7 @@ def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
 @pytest.mark.parametrize(
     "method",
     [
-        ShardParallel(num_microbatches=4),
+        slow(ShardParallel(num_microbatches=4)),
         slow(ShardParallel(**INDEPENDENT)),
         slow(PipelineParallel(num_stages=2, num_microbatches=4)),
         PipelineParallel(num_stages=2, **INDEPENDENT),

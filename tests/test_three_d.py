@@ -3,12 +3,12 @@
 import pytest
 
 import autopar
-from tests.rows.fixtures import f1, f3
+from tests.rows.fixtures import f1
 from tests.rows.running import traffic
 
 
 def test_three_d_of_one_stage_is_megatron_by_its_sizes() -> None:
-    case = f3()
+    case = f1()
     step = autopar.parallelize(case.step, method=autopar.ThreeD(data=2, tensor=4))
     found = step.plan(*case.args)
     megatron = autopar.parallelize(case.step, method=autopar.Megatron(tensor=4))
