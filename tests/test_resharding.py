@@ -298,8 +298,8 @@ def reordering(resharder: Resharder, rank: int, most: int) -> list[Pair]:
     [
         ("2x4", exchanging, 6),
         ("2x2x2", exchanging, 6),
-        ("2x2", reordering, 30),
-        ("2x4", reordering, 30),
+        ("2x2", reordering, 12),
+        ("2x4", reordering, 12),
         ("2x2x2", reordering, 6),
     ],
 )

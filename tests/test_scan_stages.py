@@ -309,11 +309,7 @@ def test_chunks_share_out_the_forward_flops(
 ):
     """The first and the last stage have another product of a layer's size."""
     method = of_single_devices(num_stages, 2)
-    case = plain(num_layers)
-    if num_stages == 3:
-        _, pipeline = assert_like_the_full_batch(case, method)
-    else:
-        pipeline = lowered(case, method)
+    pipeline = lowered(plain(num_layers), method)
     assert {n for n in pipeline.chunked.input_lengths if n} == {lengths}
     # While the global norm crosses, no decayed moment waits in memory.
     waiting = [

@@ -56,7 +56,6 @@ def test_constants_of_inner_calls_are_not_those_of_the_step():
         return jnp.mean((halved(layers(params, x)) + closed_over) ** 2)
 
     params = [normal(2, WIDTH, WIDTH), normal(3, WIDTH, WIDTH)]
-    assert_like_jit(jax.jit(descent(loss)), params, normal(4, 4, WIDTH))
     assert_like_jit(descent(loss), params, normal(4, 4, WIDTH))
 
 
@@ -126,7 +125,7 @@ def test_an_update_that_loops_over_all_gradients(optimizer: Any):
     assert_like_jit(step, params, optimizer.init(params), normal(3, 4, WIDTH))
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_call_under_a_mesh_of_the_caller(number: int):
     params = [normal(1, WIDTH, WIDTH), normal(2, WIDTH, WIDTH)]
     step = descent(lambda params, x: jnp.mean(layers(params, x) ** 2))

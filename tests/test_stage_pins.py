@@ -16,7 +16,6 @@ from autopar.state.array_chunks import chunk_shardings
 from tests import random_arrays
 
 from .rows.fixtures import tanh_chain
-from .rows.running import run_pipeline_as_planned
 from .test_pipeline import tied_language_model
 
 normal = partial(random_arrays.normal, scale=0.3)
@@ -78,8 +77,8 @@ def test_a_pin_that_puts_a_leaf_on_other_stages_is_refused(
 def test_each_stage_keeps_the_pins_of_its_own_axes() -> None:
     pins = {r"params.[01]": P("a"), r"params.[23]": P(None, "b"), "x": P("a")}
     step = parallelize(tanh_chain, method=TWO, pins=pins)
-    compiled = run_pipeline_as_planned(step, kernels(), normal(9, 64, 32))
-    found = compiled.lowered.step.pipeline.planned.specs
+    lowered: Any = step.lower(kernels(), normal(9, 64, 32))
+    found = lowered.step.pipeline.planned.specs
     homes = [found[f"params[{i}]", i // 2] for i in range(4)]
     assert homes == [(0,), (0,), (1,), (1,)]
 
