@@ -154,7 +154,7 @@ def groups_of_layers_backwards() -> Case:
         return x @ params["out"], 0.0
 
     params = {name: x for name, x in stack(6).items() if name != "b"}
-    return training(predict, params, optax.lamb(1e-2, eps=1e-4))
+    return training(predict, params, CLIPPED)
 
 
 def dropout_from_a_carried_key() -> Case:

@@ -67,6 +67,7 @@ def test_backward_that_stays_whole_is_never_split():
 
     found = searched(scanned, (jnp.stack(args[0]), args[1]), num_microbatches=8)
     assert found.planned.method.schedule not in ("zb_h1", "zb_h2")
+    assert found.plan.num_stages > 1 and sum(found.plan.stage_products) == 4
     method = PipelineParallel(num_microbatches=8)
     again = autopar.parallelize(step, cluster=SLOW, method=method, remat="full")
     assert again.plan(*args).stages.schedule not in ("zb_h1", "zb_h2")

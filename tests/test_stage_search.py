@@ -32,14 +32,13 @@ def two_hosts(ratio: float = 100.0) -> Cluster:
 
 
 def test_stages_that_were_searched_are_planned_again_as_they_are():
-    case = dense_stack(256, 128, num_layers=4)
     method = PipelineParallel(num_microbatches=2)
-    step = parallelize(case.step, cluster=two_hosts(), method=method)
-    plan = step.plan(*case.args)
+    step = parallelize(tanh_step, cluster=two_hosts(), method=method)
+    plan = step.plan(*tanh_args(256))
     assert len(plan.stages.meshes) >= 2
     assert sum(plan.stages.stage_products) == 4
-    again = parallelize(case.step, cluster=two_hosts(), plan=plan)
-    assert again.plan(*case.args).stages.programs == plan.stages.programs
+    again = parallelize(tanh_step, cluster=two_hosts(), plan=plan)
+    assert again.plan(*tanh_args(256)).stages.programs == plan.stages.programs
 
 
 @pytest.mark.slow
@@ -109,6 +108,7 @@ def scanned(num_layers: int) -> Any:
     return step, params, random(2, 32, 64)
 
 
+@pytest.mark.slow
 def test_scans_over_layers_are_cut_where_the_search_says():
     step, params, x = scanned(3)
     method = PipelineParallel(num_microbatches=2)
@@ -209,11 +209,10 @@ def test_the_state_of_a_stage_lies_in_as_many_parts_as_it_is_told(
 
 
 def test_a_budget_that_is_too_small_names_the_stage_and_what_it_holds():
-    case = dense_stack(64, 64, num_layers=2)
     for method in (PipelineParallel(2, 4), PipelineParallel()):
-        step = parallelize(case.step, method=method, memory_budget=1000)
+        step = parallelize(tanh_step, method=method, memory_budget=1000)
         with pytest.raises(InfeasiblePlanError, match=r"stage|layer") as error:
-            step.plan(*case.args)
+            step.plan(*tanh_args())
         assert "state" in str(error.value) and "gradients" in str(error.value)
         assert (error.value.least_budget_bytes or 0) > 1000
 
