@@ -12,7 +12,7 @@ from autopar.costs import memory
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
 from tests.rows.fixtures import dense_stack
-from tests.test_pipeline_memory import ADAM, deep, kernels, trained
+from tests.test_pipeline_memory import ADAM, deep, trained
 from tests.test_stage_search import two_hosts
 
 
@@ -74,18 +74,12 @@ def test_a_mesh_is_that_of_each_of_stages_that_do_not_divide_the_devices():
         planned(case.step, case.args, method=method, mesh="x:4")
 
 
-def three_layers() -> Any:
-    fun, (_, x) = trained(ADAM)
-    params = kernels()[:3]
-    return fun, ((params, ADAM.init(params)), x)
-
-
 def test_searched_stages_take_the_host_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """With all state replicated by pins, only the host has room for the moments."""
     monkeypatch.setattr(memory, "WORKSPACE_BYTES", 0)  # more than all else of a toy
-    fun, args = three_layers()
+    fun, args = trained(ADAM)
     asked: dict[str, Any] = {
         "method": PipelineParallel(3, 2),
         "cluster": four_devices(),
@@ -94,7 +88,7 @@ def test_searched_stages_take_the_host_where_nothing_else_fits(
     free = planned(fun, args, offload="auto", **asked)
     assert free.predicted.host_bytes == 0
     asked["memory_budget"] = int(0.8 * free.predicted.peak_bytes)
-    with pytest.raises(InfeasiblePlanError):
+    with pytest.raises(InfeasiblePlanError, match="Every stage must fit"):
         planned(fun, args, **asked)
     found = planned(fun, args, offload="auto", **asked)
     kept = {
