@@ -17,7 +17,6 @@ from autopar.lowering.memory_use import MemoryUse
 from autopar.option_values import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes
 from autopar.steps.lowered_step import Compiled, Lowered
-from benchmarks.models import build
 from tests.residuals import residual_bytes
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_as_planned
@@ -284,9 +283,30 @@ def test_borders_are_the_best_of_all() -> None:
 def test_gradients_do_not_wait_until_all_is_made_again() -> None:
     """Compilers may make gradients of weights as late as they can, and keep for them
     what was made again of every layer: there must be no more of it than of one."""
-    sizes = dict(num_layers=3, seq_len=64, hidden=64, num_heads=2, batch_size=8)
-    workload = build("gpt", optimizer="sgd", **sizes)
-    case = Case(workload.step, workload.abstract())
+
+    def block(x: jax.Array, w: Any) -> jax.Array:
+        heads = (x * w["scale"] @ w["in"]).reshape(8, 128, 64)
+        mixed = jax.nn.softmax(heads @ heads.swapaxes(1, 2) / 8) @ heads
+        x = x + mixed.reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"]
+
+    def step(layers: Any, x: jax.Array) -> Any:
+        def loss(layers: Any) -> jax.Array:
+            hidden = x
+            for each in layers:
+                hidden = block(hidden, each)
+            return jnp.mean(hidden**2)
+
+        value, grads = jax.value_and_grad(loss)(layers)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
+
+    sizes = {"in": (64, 64), "out": (64, 64), "up": (64, 256), "down": (256, 64)}
+    vectors = {"scale": jnp.ones(64), "bias": jnp.zeros(256)}
+    layers = [
+        {name: random(i, *size, scale=0.1) for name, size in sizes.items()} | vectors
+        for i in range(3)
+    ]
+    case = Case(step, (layers, random(9, 1024, 64)))
     plain = lowered_on_one_device(case).plan.predicted.peak_bytes
     again = compiled_on_one_device(case, remat="full")
     predicted = again.plan.predicted.peak_bytes

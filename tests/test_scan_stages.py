@@ -138,7 +138,7 @@ def encoder_decoder() -> Case:
     encoder = normal(1, 4, WIDTH, WIDTH)
     out = normal(5, WIDTH, WIDTH)
     params = {"encoder": encoder, "decoder": layers, "out": out}
-    return training(predict, params, CLIPPED)
+    return training(predict, params, optax.sgd(0.1))
 
 
 def groups_of_layers_backwards() -> Case:
@@ -154,7 +154,7 @@ def groups_of_layers_backwards() -> Case:
         return x @ params["out"], 0.0
 
     params = {name: x for name, x in stack(6).items() if name != "b"}
-    return training(predict, params, CLIPPED)
+    return training(predict, params, optax.sgd(0.01))
 
 
 def dropout_from_a_carried_key() -> Case:
