@@ -52,9 +52,9 @@ def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
     "method",
     [
         slow(ShardParallel(num_microbatches=4)),
-        slow(ShardParallel(**INDEPENDENT)),
+        ShardParallel(**INDEPENDENT),
         slow(PipelineParallel(num_stages=2, num_microbatches=4)),
-        PipelineParallel(num_stages=2, **INDEPENDENT),
+        slow(PipelineParallel(num_stages=2, **INDEPENDENT)),
     ],
     ids=["exact", "independent", "stages", "independent stages"],
 )

@@ -13,7 +13,7 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 
 NUM_UPDATES = 2
-OPTIMIZER = optax.adam(1e-2)
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 STAGES = PipelineParallel(num_stages=2, num_microbatches=4)
 
 

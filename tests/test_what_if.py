@@ -125,7 +125,7 @@ def test_what_it_gives_runs() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [f1, f3])
+@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
 def test_what_the_plan_has_already_costs_nothing_and_is_not_solved(make: Any) -> None:
     """Which a search that stops at a gap of 1% could not say."""
     plan = free_plan(make)
@@ -136,8 +136,9 @@ def test_what_the_plan_has_already_costs_nothing_and_is_not_solved(make: Any) ->
     assert homes(asked.what_if({"x": P()}))[state.path] == state.spec
 
 
-def test_it_stops_at_the_gap_that_it_is_given() -> None:
-    plan, pins = free_plan(f3), random_pins(f3(), 1, 4)
+@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
+def test_it_stops_at_the_gap_that_it_is_given(make: Any) -> None:
+    plan, pins = free_plan(make), random_pins(make(), 1, 4)
     exact = plan.what_if(pins, gap=1e-4).predicted
     quick = plan.what_if(pins).predicted
     assert exact.optimality_gap <= 1e-4 and quick.optimality_gap <= 0.01

@@ -105,7 +105,7 @@ def test_what_is_no_schedule_is_refused() -> None:
 
 
 def test_a_trace_shows_the_predicted_and_the_measured_step(tmp_path: Path) -> None:
-    method = PipelineParallel(4, 8, "zb_h1")
+    method = PipelineParallel(2, 4, "zb_h1")
     run: Any = autopar.parallelize(step, method=method)
     compiled = run.lower(*arguments()).compile()
     (got, value), trace = compiled.record(*arguments())
