@@ -33,7 +33,9 @@ def planned(step: Any, args: Any, **asked: Any) -> Any:
     [
         (None, {"rules": "batch:y"}),
         pytest.param(3, {"rules": "batch:x"}, marks=pytest.mark.slow),
-        (3, {"rules": "batch:rows", "mesh": "rows:-1"}),
+        pytest.param(
+            3, {"rules": "batch:rows", "mesh": "rows:-1"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_rules_hold_on_submeshes_that_are_searched(stages: int | None, asked: Any):

@@ -125,7 +125,7 @@ def test_an_update_that_loops_over_all_gradients(optimizer: Any):
     assert_like_jit(step, params, optimizer.init(params), normal(3, 4, WIDTH))
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("number", [1, 2])
 def test_a_call_under_a_mesh_of_the_caller(number: int):
     params = [normal(1, WIDTH, WIDTH), normal(2, WIDTH, WIDTH)]
     step = descent(lambda params, x: jnp.mean(layers(params, x) ** 2))
