@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
-from autopar.state.array_chunks import chunk_shardings
+from autopar.state.array_chunks import chunk_shardings, split_leaf
 from tests import random_arrays
 
 from .rows.fixtures import tanh_chain
@@ -160,5 +160,8 @@ def test_pieces_of_a_leaf_lie_where_the_leaf_does() -> None:
     assert [each.device_set for each in found] == [{*devices[:4]}, {*devices[4:]}]
     assert all(each.spec == P(None, "x") for each in found)
     assert [each.mesh.axis_names for each in found] == [("x",), ("x",)]
+    otherwise = split_leaf(leaf, [1, 3], found)  # no shard has just these rows
+    assert [each.shape for each in otherwise] == [(1, 8), (3, 8)]
+    np.testing.assert_array_equal(np.concatenate(otherwise), leaf)
     assert chunk_shardings(leaf, 3) == [leaf.sharding] * 3
     assert chunk_shardings(np.ones(4), 2) == [None, None]
