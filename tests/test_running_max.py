@@ -1,5 +1,6 @@
 """Maxima over examples, made in a scan over layers, are those of the whole batch."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from autopar.methods.methods import PipelineParallel, ShardParallel
 from autopar.microbatches.extremes import start_of
 from autopar.sharding.spec import MAX, MIN
 
+slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 INDEPENDENT = {"num_microbatches": 4, "microbatch_semantics": "independent"}
 
 
@@ -49,10 +51,10 @@ def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
 @pytest.mark.parametrize(
     "method",
     [
-        ShardParallel(num_microbatches=4),
+        slow(ShardParallel(num_microbatches=4)),
         ShardParallel(**INDEPENDENT),
-        PipelineParallel(num_stages=2, num_microbatches=4),
-        PipelineParallel(num_stages=2, **INDEPENDENT),
+        slow(PipelineParallel(num_stages=2, num_microbatches=4)),
+        slow(PipelineParallel(num_stages=2, **INDEPENDENT)),
     ],
     ids=["exact", "independent", "stages", "independent stages"],
 )
@@ -78,7 +80,7 @@ def test_a_maximum_over_examples_in_a_scan_over_layers_is_exact(method):
         )
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", slow("float16"), "float8_e4m3fn"])
 def test_a_maximum_starts_at_the_least_value(dtype):
     dtype = jnp.dtype(dtype)
     values = jnp.asarray([0, 1], dtype)

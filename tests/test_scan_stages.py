@@ -21,6 +21,7 @@ normal = partial(random_arrays.normal, scale=0.3)
 
 Case = tuple[Callable[..., Any], Any, Any]
 WIDTH = 16
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
 
 
 def batch() -> Any:
@@ -64,13 +65,13 @@ def training(
     return step, (params, optimizer.init(params)), batch()
 
 
-def plain(num_layers: int) -> Case:
+def plain(num_layers: int, optimizer: Any = None) -> Case:
     def predict(params: Any, batch: Any) -> Any:
         x = batch["x"] @ params["in"]
         x, _ = lax.scan(block, x, (params["w"], params["b"]))
         return x @ params["out"], 0.0
 
-    return training(predict, stack(num_layers))
+    return training(predict, stack(num_layers), optimizer)
 
 
 def casts_outside_of_the_scan() -> Case:
@@ -113,11 +114,12 @@ def shared_weights_and_aux_losses() -> Case:
         (x, added), each = lax.scan(body, start, layers)
         return x @ params["out"], added + (each * jnp.arange(4.0)).sum()
 
-    return training(predict, {**stack(4), "shared": normal(7, WIDTH, WIDTH)})
+    params = {**stack(4), "shared": normal(7, WIDTH, WIDTH)}
+    return training(predict, params, CLIPPED)
 
 
 def encoder_decoder() -> Case:
-    """Two scans of 4 and 6 layers; the second reads what the first made."""
+    """Two scans of 4 and 2 layers; the second reads what the first made."""
 
     def predict(params: Any, batch: Any) -> Any:
         def encode(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
@@ -132,10 +134,11 @@ def encoder_decoder() -> Case:
         x, _ = lax.scan(decode, batch["y"], params["decoder"])
         return x @ params["out"], 0.0
 
-    layers = {"q": normal(2, 6, WIDTH, WIDTH), "o": normal(3, 6, WIDTH, WIDTH)}
+    layers = {"q": normal(2, 2, WIDTH, WIDTH), "o": normal(3, 2, WIDTH, WIDTH)}
     encoder = normal(1, 4, WIDTH, WIDTH)
     out = normal(5, WIDTH, WIDTH)
-    return training(predict, {"encoder": encoder, "decoder": layers, "out": out})
+    params = {"encoder": encoder, "decoder": layers, "out": out}
+    return training(predict, params, optax.sgd(0.1))
 
 
 def groups_of_layers_backwards() -> Case:
@@ -151,7 +154,7 @@ def groups_of_layers_backwards() -> Case:
         return x @ params["out"], 0.0
 
     params = {name: x for name, x in stack(6).items() if name != "b"}
-    return training(predict, params, optax.lamb(1e-2, eps=1e-4))
+    return training(predict, params, optax.sgd(0.01))
 
 
 def dropout_from_a_carried_key() -> Case:
@@ -191,13 +194,13 @@ def scanned_gpt(**options: Any) -> Case:
 def assert_like_the_full_batch(
     case: Case, method: PipelineParallel, rtol: float = 2e-4
 ) -> tuple[Any, Any]:
-    """The whole state after 3 steps; returns it and the pipeline."""
+    """The whole state after 2 steps; returns it and the pipeline."""
     fun, state, batch = case
     reference = jax.jit(fun)
     step: Any = parallelize(fun, method=method)
     expected: Any = (jax.device_get(state), None)
     got: Any = (state, None)
-    for _ in range(3):
+    for _ in range(2):
         expected = reference(expected[0], batch)
         got = step(got[0], batch)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
@@ -207,6 +210,13 @@ def assert_like_the_full_batch(
         np.testing.assert_allclose(np.asarray(a), b, rtol=rtol, atol=2e-5)
     (pipelined,) = step._running()
     return got[0], pipelined.pipeline
+
+
+def lowered(case: Case, method: PipelineParallel) -> Any:
+    """The pipeline, which is not compiled."""
+    fun, state, batch = case
+    step: Any = parallelize(fun, method=method)
+    return step.lower(state, batch).step.pipeline
 
 
 def crossing(pipeline: Any) -> dict[str, tuple[int, ...]]:
@@ -271,9 +281,9 @@ def assert_on_its_stages(leaf: Any, lengths: tuple[int, ...]) -> None:
     ("make", "num_stages", "lengths"),
     [
         (shared_weights_and_aux_losses, 2, {(2, 2)}),
-        (encoder_decoder, 4, {(3, 1), (2, 2, 2)}),
+        (encoder_decoder, 3, {(3, 1), (1, 1)}),
         (groups_of_layers_backwards, 2, {(4, 2)}),  # the last pair runs first
-        (dropout_from_a_carried_key, 4, {(1, 2, 1)}),
+        (dropout_from_a_carried_key, 2, {(2, 2)}),
     ],
 )
 def test_any_scan_over_layers_is_cut(
@@ -288,14 +298,18 @@ def test_any_scan_over_layers_is_cut(
 
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "lengths"),
-    [(10, 4, (2, 3, 3, 2)), (2, 4, (1, 1))],
+    [
+        pytest.param(10, 4, (2, 3, 3, 2), marks=pytest.mark.slow),
+        (2, 4, (1, 1)),
+        (4, 3, (1, 2, 1)),
+    ],
 )
 def test_chunks_share_out_the_forward_flops(
     num_layers: int, num_stages: int, lengths: tuple[int, ...]
 ):
     """The first and the last stage have another product of a layer's size."""
     method = of_single_devices(num_stages, 2)
-    _, pipeline = assert_like_the_full_batch(plain(num_layers), method)
+    pipeline = lowered(plain(num_layers), method)
     assert {n for n in pipeline.chunked.input_lengths if n} == {lengths}
     # While the global norm crosses, no decayed moment waits in memory.
     waiting = [
@@ -306,7 +320,13 @@ def test_chunks_share_out_the_forward_flops(
     assert sum(size for size in waiting if size > 1) <= 2 * WIDTH * WIDTH
 
 
-@pytest.mark.parametrize("make", [casts_outside_of_the_scan, remat_and_casts_inside])
+@pytest.mark.parametrize(
+    "make",
+    [
+        casts_outside_of_the_scan,
+        pytest.param(remat_and_casts_inside, marks=pytest.mark.slow),
+    ],
+)
 def test_cutting_changes_no_value_of_low_precision(make: Callable[[], Case]):
     """With one microbatch nothing is summed in another order."""
     assert_like_the_full_batch(make(), of_single_devices(2, 1), rtol=1e-6)
@@ -336,7 +356,7 @@ def test_residuals_hold_no_parameters():
 
 
 def test_a_value_for_each_layer_is_one_array():
-    fun, state, inputs = plain(3)
+    fun, state, inputs = plain(3, optax.sgd(0.1))
 
     def step(state: Any, batch: Any) -> Any:
         state, value = fun(state, batch)
@@ -363,7 +383,7 @@ def test_a_scan_over_time_stays_whole():
 
     params = {name: normal(i, WIDTH, WIDTH) for i, name in enumerate(["in", "out"])}
     case = training(predict, {**params, "head": normal(3, WIDTH, WIDTH)})
-    _, pipeline = assert_like_the_full_batch(case, of_single_devices(2, 2))
+    pipeline = lowered(case, of_single_devices(2, 2))
     assert not any(pipeline.chunked.input_lengths)
 
 

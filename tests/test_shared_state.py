@@ -1,5 +1,6 @@
 """State that several stages read, or that one reads and another updates."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from tests.rows.fixtures import random
 from tests.rows.running import run_pipeline_as_planned
+
+slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -25,7 +28,7 @@ def arguments() -> tuple[dict[str, jax.Array], jax.Array]:
     )
 
 
-@pytest.mark.parametrize("make", [optax.contrib.muon, optax.novograd])
+@pytest.mark.parametrize("make", [slow(optax.contrib.muon), optax.novograd])
 def test_state_that_is_no_parameter_lies_where_it_is_read_or_made(make: Any) -> None:
     """Muon's coefficients are read by every stage, Novograd's second moments are one
     scalar a parameter."""
@@ -42,31 +45,29 @@ def test_state_that_is_no_parameter_lies_where_it_is_read_or_made(make: Any) -> 
     run_pipeline_as_planned(parallel, (params, optimizer.init(params)), x)
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_what_one_stage_reads_lies_there(is_shared: bool) -> None:
-    """Read through work on it alone, and handed on as it came."""
+def test_what_one_stage_reads_lies_there() -> None:
+    """Read through work on it alone, and handed on as it came; both stages read the
+    rate, and the second alone the decay."""
 
     def step(state: Any, x: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(state["params"], x)
-        rate = jnp.exp(state["rate"])
-        readers = state["params"] if is_shared else ["second"]
-        params = {
-            name: p - (rate if name in readers else 0.1) * grads[name]
-            for name, p in state["params"].items()
-        }
-        return {"params": params, "rate": state["rate"]}, value
+        rate, decay = jnp.exp(state["rate"]), jnp.exp(state["decay"])
+        params = {name: p - rate * grads[name] for name, p in state["params"].items()}
+        return {**state, "params": params | {"second": decay * params["second"]}}, value
 
     params, x = arguments()
-    state = {"params": params, "rate": jnp.linspace(-3.0, -2.0, 16)}
+    rate = jnp.linspace(-3.0, -2.0, 16)
+    state = {"params": params, "rate": rate, "decay": rate / 100}
     parallel = parallelize(step, method=PipelineParallel(2, 2))
     plan = run_pipeline_as_planned(parallel, state, x).plan.stages
     sent = {(t.source, t.target) for t in plan.transfers if "rate" in t.slot}
-    assert sent == ({(0, 1)} if is_shared else set())
+    assert sent == {(0, 1)}
+    assert not any("decay" in t.slot for t in plan.transfers)
     home = {each.stage for each in plan.programs if each.kind == "apply"}
     assert home == {0, 1}
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", [True, slow(False)])
 def test_an_average_of_parameters_lies_where_they_are_updated(is_first: bool) -> None:
     """It makes their targets on a stage of its own, and meets them in the update."""
 
@@ -97,8 +98,10 @@ def test_an_average_of_parameters_lies_where_they_are_updated(is_first: bool) ->
     assert not any("own" in t.slot for t in plan.transfers)
 
 
-@pytest.mark.parametrize("size", [1, 16])
-@pytest.mark.parametrize("is_closed_over", [True, False])
+@pytest.mark.parametrize(
+    ("size", "is_closed_over"),
+    [(1, False), (16, True), slow(1, True), slow(16, False)],
+)
 def test_what_the_last_stage_alone_reads_lies_there(
     size: int, is_closed_over: bool
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from jax.experimental import io_callback
 import autopar
 from tests.rules.strategy_oracle import random_array
 
+slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 MESHES = ["x:8", "x:2;y:4"]
 X = random_array(8, 16)
 W = random_array(16, 8, seed=1)
@@ -92,7 +96,7 @@ def test_prints_in_loops_branches_and_gradients(
     np.testing.assert_allclose(parallel_value, value, 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), slow("int32"), "bool", "bfloat16"])
 def test_an_io_callback_is_called_once_and_its_result_is_everywhere(dtype: str) -> None:
     calls: list[int] = []
 

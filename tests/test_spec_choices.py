@@ -1,7 +1,7 @@
 """Specs by choice: one shared value each, that says what the plain array says."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.clusters.cluster import Cluster
@@ -17,6 +17,7 @@ arrays = st.lists(
 ).map(np.array)
 
 
+@settings(max_examples=30)
 @given(arrays)
 def test_every_choice_keeps_its_spec_and_fraction(specs: np.ndarray) -> None:
     choices = SpecTable(MESH.axis_sizes).choices(specs)
@@ -26,12 +27,14 @@ def test_every_choice_keeps_its_spec_and_fraction(specs: np.ndarray) -> None:
     assert len(set(choices.distinct)) == len(choices.distinct)
 
 
+@settings(max_examples=30)
 @given(arrays)
 def test_equal_arrays_share_one_value(specs: np.ndarray) -> None:
     table = SpecTable(MESH.axis_sizes)
     assert table.choices(specs) is table.choices(specs.copy())
 
 
+@settings(max_examples=30)
 @given(st.lists(arrays, min_size=2, max_size=4))
 def test_matrices_hold_the_cost_of_every_pair(many: list[np.ndarray]) -> None:
     resharder = Resharder(MESH, Cluster.preset("8xH100"))

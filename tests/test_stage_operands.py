@@ -56,11 +56,10 @@ def test_constants_of_inner_calls_are_not_those_of_the_step():
         return jnp.mean((halved(layers(params, x)) + closed_over) ** 2)
 
     params = [normal(2, WIDTH, WIDTH), normal(3, WIDTH, WIDTH)]
-    assert_like_jit(jax.jit(descent(loss)), params, normal(4, 4, WIDTH))
     assert_like_jit(descent(loss), params, normal(4, 4, WIDTH))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_states_of_two_scans_over_time_meet(reverse: bool):
     """Both are cut by length, as they read position embeddings, and not alike."""
 

@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
-from autopar.state.array_chunks import chunk_shardings
+from autopar.state.array_chunks import chunk_shardings, split_leaf
 from tests import random_arrays
 
 from .rows.fixtures import tanh_chain
-from .rows.running import run_pipeline_as_planned
 from .test_pipeline import tied_language_model
 
 normal = partial(random_arrays.normal, scale=0.3)
@@ -78,8 +77,8 @@ def test_a_pin_that_puts_a_leaf_on_other_stages_is_refused(
 def test_each_stage_keeps_the_pins_of_its_own_axes() -> None:
     pins = {r"params.[01]": P("a"), r"params.[23]": P(None, "b"), "x": P("a")}
     step = parallelize(tanh_chain, method=TWO, pins=pins)
-    compiled = run_pipeline_as_planned(step, kernels(), normal(9, 64, 32))
-    found = compiled.lowered.step.pipeline.planned.specs
+    lowered: Any = step.lower(kernels(), normal(9, 64, 32))
+    found = lowered.step.pipeline.planned.specs
     homes = [found[f"params[{i}]", i // 2] for i in range(4)]
     assert homes == [(0,), (0,), (1,), (1,)]
 
@@ -87,8 +86,8 @@ def test_each_stage_keeps_the_pins_of_its_own_axes() -> None:
 def test_a_leaf_that_two_stages_read_is_pinned_where_it_lives() -> None:
     tied, params, tokens = tied_language_model()
     step = parallelize(tied, method=TWO, pins={"embed": P(None, "a")})
-    compiled = run_pipeline_as_planned(step, params, tokens)
-    planned = compiled.lowered.step.pipeline.planned
+    lowered: Any = step.lower(params, tokens)
+    planned = lowered.step.pipeline.planned
     assert planned.flow.slots["params['embed']"].stage == 0
     assert planned.specs["params['embed']", 0] == (1,)
     assert ("params['embed']", 1) in planned.specs
@@ -106,18 +105,16 @@ def test_a_leaf_stays_where_it_was_placed_on_its_stage() -> None:
     planned = compiled.lowered.step.pipeline.planned
     assert planned.specs["params[1]", 0] == (0,)
     assert planned.specs["params[2]", 1] == (1,)
-    assert_close(step(params, x), expected)
+    assert_close(compiled(params, x), expected)
 
 
-def test_a_stacked_leaf_stays_in_the_pieces_that_a_step_returned() -> None:
-    pins = {"params": P(None, None, "x")}
+def test_a_stacked_leaf_stays_in_the_pieces_that_a_step_returns() -> None:
+    stages = Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "x"))
+    params = {"w": placed(jnp.stack(kernels()), stages, "stage", None, "x")}
     x = normal(9, 16, 32)
-    first = parallelize(stacked, method=EQUAL, pins=pins, donate_argnums=())
-    params, _ = first({"w": jnp.stack(kernels())}, x)
     again = parallelize(stacked, method=EQUAL, pins={"params/w": "placed"})
-    compiled: Any = again.lower(params, x).compile()
-    compiled.audit().raise_if_wrong()
-    planned = compiled.lowered.step.pipeline.planned
+    lowered: Any = again.lower(params, x)
+    planned = lowered.step.pipeline.planned
     homes = {k: v for k, v in planned.specs.items() if k[0].startswith("params['w']")}
     assert homes == {("params['w'][0:2]", 0): (2,), ("params['w'][2:4]", 1): (2,)}
     expected = jax.jit(stacked)({"w": jnp.asarray(params["w"])}, x)
@@ -163,5 +160,8 @@ def test_pieces_of_a_leaf_lie_where_the_leaf_does() -> None:
     assert [each.device_set for each in found] == [{*devices[:4]}, {*devices[4:]}]
     assert all(each.spec == P(None, "x") for each in found)
     assert [each.mesh.axis_names for each in found] == [("x",), ("x",)]
+    otherwise = split_leaf(leaf, [1, 3], found)  # no shard has just these rows
+    assert [each.shape for each in otherwise] == [(1, 8), (3, 8)]
+    np.testing.assert_array_equal(np.concatenate(otherwise), leaf)
     assert chunk_shardings(leaf, 3) == [leaf.sharding] * 3
     assert chunk_shardings(np.ones(4), 2) == [None, None]

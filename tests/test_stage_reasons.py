@@ -21,7 +21,7 @@ from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_pipeline_as_planned
 
-LAST = "state[0][3]"
+LAST = "state[0][1]"
 METHOD = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
 
 
@@ -31,7 +31,7 @@ def planned(case: Case, **options: Any) -> Plan:
 
 
 def momentum() -> Case:
-    """Four layers, whose sums of gradients only the update reads."""
+    """Two layers, whose sums of gradients only the update reads."""
 
     def step(state: Any, x: jax.Array) -> Any:
         layers, sums = state
@@ -47,8 +47,8 @@ def momentum() -> Case:
         layers = [w - 0.1 * s for w, s in zip(layers, sums, strict=True)]
         return (layers, sums), value
 
-    layers = [random(i, 64, 64, scale=0.125) for i in range(4)]
-    zeros = [jnp.zeros((64, 64))] * 4
+    layers = [random(i, 64, 64, scale=0.125) for i in range(2)]
+    zeros = [jnp.zeros((64, 64))] * 2
     return Case(step, ((layers, zeros), random(9, 32, 64)))
 
 
@@ -136,7 +136,7 @@ def test_what_one_program_hands_to_another_is_held_by_it() -> None:
 
 
 def test_what_the_update_alone_reads_changes_the_update_alone() -> None:
-    plan, name = plan_of_momentum(), "state[1][3]"
+    plan, name = plan_of_momentum(), "state[1][1]"
     (runner_up,) = tensor_reasons(plan, 1, "apply", name).alternatives
     found = staged(runner_up)
     own = spec_of(plan.stages, 1, "apply", name)
@@ -149,10 +149,10 @@ def test_a_pin_is_told_and_priced() -> None:
     pins = {LAST: P("x")}
     plan = planned(momentum(), pins=pins)
     reasons = tensor_reasons(plan, 1, "backward", LAST)
-    assert reasons.holders == ("the pin 'state[0][3]': P('x',)",)
+    assert reasons.holders == ("the pin 'state[0][1]': P('x',)",)
     runner_up, without = reasons.alternatives
     assert runner_up.plan is None and "no other choice" in runner_up.refusal
-    assert without.title == "without the pin 'state[0][3]'"
+    assert without.title == "without the pin 'state[0][1]'"
     free = plan_of_momentum().predicted
     assert staged(without).predicted == replace(free, optimality_gap=inf)
 

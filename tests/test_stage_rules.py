@@ -118,8 +118,8 @@ def test_pieces_of_a_stacked_leaf_keep_the_names_of_its_dims() -> None:
     step = autopar.parallelize(
         scanned, method=PipelineParallel(2, 2), mesh=MESH, rules=rules
     )
-    compiled = run_pipeline_as_planned(step, params, normal(9, 16, 32))
-    homes = homes_of(compiled.lowered.step.pipeline.planned)
+    lowered: Any = step.lower(params, normal(9, 16, 32))
+    homes = homes_of(lowered.step.pipeline.planned)
     assert {path: spec[1] for path, spec in homes.items()} == {
         "params['up'][0:2]": 2,
         "params['up'][2:4]": 2,
@@ -141,10 +141,8 @@ def test_pieces_of_a_stacked_leaf_keep_the_names_of_its_dims() -> None:
     ids=["tasks of weights", "other shapes"],
 )
 def test_rules_hold_in_all_programs(options: Any) -> None:
-    params = layers(4)
-    args = (params, ADAM.init(params)), normal(9, 16, 32)
-    step = autopar.parallelize(perceptron, rules=RULES, **options)
-    pipeline = run_pipeline_as_planned(step, *args).lowered.step.pipeline
+    step: Any = autopar.parallelize(perceptron, rules=RULES, **options)
+    pipeline = step.lower(state(), normal(9, 16, 32)).step.pipeline
     for piece in pipeline.lowered:
         for leaf in piece.planned.plan.inputs:
             if leaf.path.endswith(("['up']", "['down']")) and len(leaf.shape) == 2:

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import autopar
 from autopar.plans.plan_file import from_json, to_json
 from autopar.sharding.spec import to_partition_spec
 from autopar.steps.parallel_plan import Plan
-from tests.rows.fixtures import Case, f1, f3, f6
+from tests.rows.fixtures import Case, f1, f3, random, tanh_chain
 from tests.rows.running import homes
 from tests.test_pin_costs import random_pins
 
@@ -24,11 +26,19 @@ def planned(case: Case, **options: Any) -> Plan:
     return autopar.parallelize(case.step, **options).plan(*case.args)
 
 
-@pytest.mark.parametrize(("make", "seed"), [(f1, 0), (f1, 1), (f1, 2), (f3, 0)])
+@cache
+def free_plan(make: Callable[[], Case]) -> Plan:
+    return planned(make(), mesh=MESH)
+
+
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [(f1, 0), (f1, 1), (f1, 2), pytest.param(f3, 0, marks=pytest.mark.slow)],
+)
 def test_it_is_the_plan_that_planning_with_the_pins_makes(make: Any, seed: int) -> None:
     case = make()
     pins = random_pins(case, seed, 2)
-    asked = planned(case, mesh=MESH).what_if(pins, gap=1e-4)
+    asked = free_plan(make).what_if(pins, gap=1e-4)
     fresh = planned(case, mesh=MESH, pins=pins)
     assert asked.predicted.step_seconds == fresh.predicted.step_seconds
     assert homes(asked) == homes(fresh)
@@ -56,7 +66,7 @@ def test_nothing_is_traced_again_and_no_array_is_kept() -> None:
 
 def test_pins_add_up_and_the_latest_wins() -> None:
     case = f1()
-    first = planned(case, mesh=MESH).what_if({"params/w": P("x")})
+    first = free_plan(f1).what_if({"params/w": P("x")})
     both = first.what_if([("params/v", "[-, y]")])
     assert homes(both)["params['w']"] == (0, -1)
     assert homes(both)["params['v']"] == (-1, 1)
@@ -106,7 +116,7 @@ def test_the_method_and_the_budget_stay() -> None:
 
 def test_what_it_gives_runs() -> None:
     case = f1()
-    asked = planned(case, mesh=MESH).what_if({"params/w": "[y, x]"})
+    asked = free_plan(f1).what_if({"params/w": "[y, x]"})
     step = autopar.parallelize(case.step, plan=asked, donate_argnums=())
     jax.tree.map(
         lambda a, b: jnp.allclose(a, b, rtol=1e-5, atol=1e-6) or pytest.fail("differ"),
@@ -115,10 +125,10 @@ def test_what_it_gives_runs() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [f1, f3])
+@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
 def test_what_the_plan_has_already_costs_nothing_and_is_not_solved(make: Any) -> None:
     """Which a search that stops at a gap of 1% could not say."""
-    plan = planned(make(), mesh=MESH)
+    plan = free_plan(make)
     state = next(each for each in plan.sharding.inputs if each.role == "state")
     spec = to_partition_spec(state.spec, len(state.shape), ("x", "y"))
     asked = plan.what_if({state.path: spec})
@@ -126,9 +136,9 @@ def test_what_the_plan_has_already_costs_nothing_and_is_not_solved(make: Any) ->
     assert homes(asked.what_if({"x": P()}))[state.path] == state.spec
 
 
-def test_it_stops_at_the_gap_that_it_is_given() -> None:
-    case = f3()
-    plan, pins = planned(case, mesh=MESH), random_pins(case, 1, 4)
+@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
+def test_it_stops_at_the_gap_that_it_is_given(make: Any) -> None:
+    plan, pins = free_plan(make), random_pins(make(), 1, 4)
     exact = plan.what_if(pins, gap=1e-4).predicted
     quick = plan.what_if(pins).predicted
     assert exact.optimality_gap <= 1e-4 and quick.optimality_gap <= 0.01
@@ -151,11 +161,11 @@ def test_it_stops_at_the_gap_that_it_is_given() -> None:
 )
 def test_a_pin_that_cannot_be_is_refused(pins: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        planned(f1(), mesh=MESH).what_if(pins)
+        free_plan(f1).what_if(pins)
 
 
 def test_a_plan_without_its_step_says_how_to_get_one() -> None:
-    plan = planned(f1(), mesh=MESH)
+    plan = free_plan(f1)
     pickled = pickle.loads(pickle.dumps(plan))
     loaded = Plan(from_json(to_json(plan.sharding), "plan.json"))
     for other in (pickled, copy.deepcopy(plan), loaded):
@@ -167,8 +177,9 @@ def test_a_plan_without_its_step_says_how_to_get_one() -> None:
 
 
 def test_a_pipeline_is_asked_too_and_keeps_its_stages() -> None:
-    case = f6()
-    method = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
+    kernels = [random(i, 64, 64, scale=0.125) for i in range(2)]
+    case = Case(tanh_chain, (kernels, random(9, 32, 64)))
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
     plan = planned(case, mesh="x:4", method=method)
     leaf = plan.stages.programs[0].sharding.inputs[0].path
     pins = {leaf: "[-, x]"}
