@@ -88,7 +88,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_what_an_error_says_to_ask_for_has_a_plan(
     deep: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [*deep, "--budget", "4614KB"]
+    given = [*deep, "--budget", "4450KB"]
     said = refused(capsys, *given)
     found = re.search(r"With (.*) \((--.*)\) a plan holds", said)
     assert found is not None, said
