@@ -274,7 +274,7 @@ def least_with_all_rows(
 
 @pytest.mark.parametrize(
     ("seeds", "num_layers"),
-    [(range(1), 4), pytest.param(range(2), 6, marks=pytest.mark.slow)],
+    [(range(1), 3), pytest.param(range(2), 6, marks=pytest.mark.slow)],
 )
 def test_layers_are_within_one_percent_of_all_rows_at_once(
     seeds: range, num_layers: int
