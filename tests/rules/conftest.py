@@ -9,5 +9,5 @@ from tests.rules import strategy_oracle
 def _few_strategies(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "not slow" in request.config.getoption("markexpr"):
+    if "not slow" in (request.config.getoption("markexpr") or ""):
         monkeypatch.setattr(strategy_oracle, "MOST_STRATEGIES", 6)
