@@ -85,17 +85,23 @@ def stacked_again(w: jax.Array, cache: Cache, x: jax.Array, at: jax.Array) -> Re
     return tokens, {"k": k, "v": v}
 
 
+STEPS = (
+    (along_layers, 2, 1.35),
+    (read_afterwards, 2, 1.35),
+    (token_by_token, 2, 1.35),
+    (carried, 1, 1.35),
+    (stacked_again, 2, 1.6),
+)
+
+
 @pytest.mark.parametrize(
-    ("step", "copies", "most"),
+    ("step", "copies", "most", "donate_argnums"),
     [
-        (along_layers, 2, 1.35),
-        (read_afterwards, 2, 1.35),
-        (token_by_token, 2, 1.35),
-        (carried, 1, 1.35),
-        (stacked_again, 2, 1.6),
+        *((*each, "auto") for each in STEPS),
+        (*STEPS[0], (1,)),
+        *(pytest.param(*each, (1,), marks=pytest.mark.slow) for each in STEPS[1:]),
     ],
 )
-@pytest.mark.parametrize("donate_argnums", ["auto", (1,)])
 def test_a_cache_is_told_as_often_as_it_lies_there(
     step: Callable[..., Results], copies: int, most: float, donate_argnums: Any
 ) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import Jaxpr
 
@@ -113,6 +113,7 @@ def convolutions(draw: st.DrawFn) -> tuple[dict[str, Any], Shape, Shape]:
     return options, lhs, rhs
 
 
+@settings(max_examples=25)
 @given(convolutions())
 def test_flops_of_convolutions_are_xlas(
     drawn: tuple[dict[str, Any], Shape, Shape],

@@ -18,6 +18,6 @@ def step(params, x):
 
 
 def deep():
-    """The step with abstract arguments of 12 layers."""
+    """The step with abstract arguments of 6 layers."""
     kernel = jax.ShapeDtypeStruct((32, 32), jnp.float32)
-    return step, ([kernel] * 12, jax.ShapeDtypeStruct((32, 128, 32), jnp.float32))
+    return step, ([kernel] * 6, jax.ShapeDtypeStruct((32, 128, 32), jnp.float32))

@@ -266,7 +266,7 @@ def test_the_batch_is_what_losses_are_summed_over(
     assert sorted(names) == expected.split()
 
 
-@pytest.mark.parametrize("size", [20, 24])
+@pytest.mark.parametrize("size", [20, pytest.param(24, marks=pytest.mark.slow)])
 def test_batches_of_unlike_sizes_are_cut_alike(size: int) -> None:
     batch = normal(7, 8, 8), normal(8, 8, 4), normal(9, size, 8)
     step = autopar.parallelize(joined, mesh="x:8", num_microbatches=4)

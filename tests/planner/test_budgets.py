@@ -19,9 +19,12 @@ from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import IntraOpSolution
 from autopar.planner.whole_step import roles_of
 from benchmarks.models import build
-from tests.planner.tiny_gpt import MESH, TINY, free, gpt
+from tests.planner.tiny_steps import MESH, free, graph, workload
 
 GAP = 1e-4
+models = pytest.mark.parametrize(
+    "model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)]
+)
 
 
 def planner(graph: OpGraph) -> BudgetPlanner:
@@ -29,54 +32,59 @@ def planner(graph: OpGraph) -> BudgetPlanner:
     return BudgetPlanner(graph, MESH, Cluster.local(), batch)
 
 
-def solved_within(fraction: float) -> IntraOpSolution:
-    budget = int(fraction * free().plan.predicted.peak_bytes)
-    return planner(gpt()).within(budget, GAP)
+def solved_within(model: str, fraction: float) -> IntraOpSolution:
+    budget = int(fraction * free(model).plan.predicted.peak_bytes)
+    return planner(graph(model)).within(budget, GAP)
 
 
 within = cache(solved_within)
 
 
+@models
 @pytest.mark.parametrize("fraction", [pytest.param(0.85, marks=pytest.mark.slow), 0.75])
 def test_a_binding_budget_is_met_with_the_gap_to_the_bound_of_all_plans(
-    fraction: float,
+    model: str, fraction: float
 ) -> None:
-    found = within(fraction)
-    budget = fraction * free().plan.predicted.peak_bytes
+    found = within(model, fraction)
+    budget = fraction * free(model).plan.predicted.peak_bytes
     assert found.is_searched
     assert found.plan.predicted.peak_bytes <= budget
-    assert found.assignment.cost >= free().assignment.cost * (1 - GAP)
-    to_all = 1 - free().assignment.bound / found.assignment.cost
+    assert found.assignment.cost >= free(model).assignment.cost * (1 - GAP)
+    to_all = 1 - free(model).assignment.bound / found.assignment.cost
     assert found.plan.predicted.optimality_gap == pytest.approx(to_all, abs=1e-3)
 
 
-def test_a_budget_that_does_not_bind_leaves_the_cheapest_plan() -> None:
-    found = within(1.0)
+@models
+def test_a_budget_that_does_not_bind_leaves_the_cheapest_plan(model: str) -> None:
+    found = within(model, 1.0)
     assert not found.is_searched
-    assert found.plan == free().plan
+    assert found.plan == free(model).plan
 
 
 @pytest.mark.slow
 def test_the_less_a_plan_may_hold_the_longer_it_takes() -> None:
-    seconds = [within(each).plan.predicted.step_seconds for each in (1.0, 0.85, 0.75)]
+    found = [within("gpt", fraction) for fraction in (1.0, 0.85, 0.75)]
+    seconds = [each.plan.predicted.step_seconds for each in found]
     assert seconds == pytest.approx(sorted(seconds), rel=1e-6)
 
 
 @pytest.mark.slow
 def test_two_solves_find_the_same_plan() -> None:
-    first, again = within(0.75), solved_within(0.75)
+    first, again = within("gpt", 0.75), solved_within("gpt", 0.75)
     assert first.assignment.choices == again.assignment.choices
     assert first.assignment.bound == again.assignment.bound
     assert first.plan == again.plan
 
 
-def test_no_method_that_fits_is_quicker() -> None:
-    budget = int(0.75 * free().plan.predicted.peak_bytes)
-    found = within(0.75).plan.predicted
-    workload, fitting = build("gpt", **TINY), 0
+@models
+def test_no_method_that_fits_is_quicker(model: str) -> None:
+    budget = int(0.75 * free(model).plan.predicted.peak_bytes)
+    found = within(model, 0.75).plan.predicted
+    fitting = 0
     for method in (autopar.Zero(2), autopar.Zero(3), autopar.Megatron(tensor=8)):
-        step = autopar.parallelize(workload.step, mesh=str(MESH), method=method)
-        other = step.plan(*workload.abstract()).predicted
+        fun, args = workload(model).step, workload(model).abstract()
+        step = autopar.parallelize(fun, mesh=str(MESH), method=method)
+        other = step.plan(*args).predicted
         if other.peak_bytes <= budget:
             fitting += 1
             assert found.step_seconds <= other.step_seconds * (1 + 1e-3)
@@ -92,21 +100,21 @@ def test_a_search_ends_where_no_plan_is_quicker_than_another_mesh_s(
         raise AssertionError
 
     monkeypatch.setattr(budget_planner, "_Search", searched)
-    budget = free().plan.predicted.peak_bytes // 2
-    cutoff = 0.5 * free().assignment.bound
-    found = planner(gpt()).within(budget, GAP, cutoff)
+    budget = free("mlp").plan.predicted.peak_bytes // 2
+    cutoff = 0.5 * free("mlp").assignment.bound
+    found = planner(graph("mlp")).within(budget, GAP, cutoff)
     assert found.assignment.bound >= cutoff
 
 
 @pytest.mark.slow
 def test_as_the_budget_falls_state_is_sharded_until_nothing_fits() -> None:
     """Each plan audited, and compiled within its budget."""
-    workload = build("gpt", **TINY)
+    fun, args = workload("gpt").step, workload("gpt").abstract()
     seen: list[tuple[int, float, int]] = []
     for fraction in (None, 0.78):
         budget = int(fraction * seen[0][2]) if fraction else None
-        step = autopar.parallelize(workload.step, mesh="x:8", memory_budget=budget)
-        compiled = step.lower(*workload.abstract()).compile()
+        step = autopar.parallelize(fun, mesh="x:8", memory_budget=budget)
+        compiled = step.lower(*args).compile()
         compiled.audit().raise_if_wrong()
         used = MemoryUse.of(compiled.compiled).device_bytes
         assert budget is None or used <= budget
@@ -151,14 +159,15 @@ def test_the_least_budget_named_is_planned_and_one_byte_less_is_not() -> None:
 @pytest.mark.slow
 def test_a_least_budget_of_a_transformer_is_planned() -> None:
     """Searches within other budgets may find a little less, which none is told of."""
-    budget = int(0.4 * free().plan.predicted.peak_bytes)
+    most = free("gpt").plan.predicted.peak_bytes
+    budget = int(0.4 * most)
     for _ in range(3):
         try:
-            found = planner(gpt()).within(budget, GAP)
+            found = planner(graph("gpt")).within(budget, GAP)
             break
         except autopar.InfeasiblePlanError as error:
             least = error.least_budget_bytes or 0
-            assert budget < least < 0.5 * free().plan.predicted.peak_bytes
+            assert budget < least < 0.5 * most
             assert f"memory_budget={least}" in str(error)
             budget = least
     else:
@@ -166,13 +175,16 @@ def test_a_least_budget_of_a_transformer_is_planned() -> None:
     assert found.plan.predicted.peak_bytes <= budget
 
 
-def test_the_plan_of_least_memory_holds_less_than_others_whatever_it_costs() -> None:
-    held = within(0.75).plan.predicted.peak_bytes
-    least = planner(gpt()).least(held)
+@models
+def test_the_plan_of_least_memory_holds_less_than_others_whatever_it_costs(
+    model: str,
+) -> None:
+    held = within(model, 0.75).plan.predicted.peak_bytes
+    least = planner(graph(model)).least(held)
     assert least.plan.predicted.peak_bytes < held
-    assert least.assignment.cost >= free().assignment.cost * (1 - GAP)
+    assert least.assignment.cost >= free(model).assignment.cost * (1 - GAP)
     with pytest.raises(autopar.InfeasiblePlanError):
-        planner(gpt()).least(least.plan.predicted.peak_bytes // 2)
+        planner(graph(model)).least(least.plan.predicted.peak_bytes // 2)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
@@ -185,24 +197,27 @@ def test_what_no_plan_can_hold_is_refused_without_a_search(
         raise AssertionError
 
     monkeypatch.setattr(budget_planner, "_Search", searched)
-    workload = build("mlp")
+    mlp = workload("mlp")
     cluster = Cluster.preset(f"{num_hosts}x8xH100")
     devices = cluster.num_devices
 
     def planned(budget: int | None) -> autopar.Plan:
-        step = autopar.parallelize(workload.step, cluster=cluster, memory_budget=budget)
-        return step.plan(*workload.abstract())
+        step = autopar.parallelize(mlp.step, cluster=cluster, memory_budget=budget)
+        return step.plan(*mlp.abstract())
 
     with pytest.raises(autopar.InfeasiblePlanError) as raised:
         planned(1024)
     error = raised.value
-    given = jax.tree.leaves(workload.abstract())
+    given = jax.tree.leaves(mlp.abstract())
     held = sum(each.size * each.dtype.itemsize for each in given)
     assert error.bound_bytes >= held / devices
     assert "arguments alone take" in str(error)
 
 
-@pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
+@pytest.mark.parametrize(
+    "model",
+    ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "moe", "unet"))],
+)
 def test_no_plan_holds_less_than_the_bound_that_refuses(model: str) -> None:
     workload = build(model)
     traced = trace(workload.step, workload.abstract(), {})

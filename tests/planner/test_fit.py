@@ -286,7 +286,7 @@ def _small(memory_bytes: int) -> autopar.Cluster:
 def test_where_devices_hold_too_little_the_plan_of_least_memory_is_given_with_a_warning(
     part: float, method: autopar.ShardParallel | autopar.Auto
 ) -> None:
-    workload = build("mlp")
+    workload = build("mlp", num_layers=1)
     args = workload.abstract()
     objective = autopar.ShardParallel(objective="memory")
     large = _small(10**12)
@@ -309,7 +309,7 @@ def test_a_cluster_that_is_not_here_is_compiled_for_and_the_plan_corrected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler says that what it is given first needs twice what is predicted."""
-    workload = build("mlp")
+    workload = build("mlp", num_layers=1)
     args = workload.abstract()
     cluster = autopar.Cluster.preset("v5e:2x2")
     free = autopar.parallelize(workload.step, cluster=cluster).plan(*args)

@@ -143,7 +143,9 @@ def convolution(kernel: jax.Array, images: jax.Array) -> jax.Array:
     return kernel - jax.grad(loss)(kernel)
 
 
-@pytest.mark.parametrize(("size", "devices"), [(30, 8), (13, 3)])
+@pytest.mark.parametrize(
+    ("size", "devices"), [(13, 3), pytest.param(30, 8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("step", "args", "leaves"),
     [

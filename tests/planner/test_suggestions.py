@@ -20,6 +20,7 @@ from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.lower_bound import even_share_bytes
 from autopar.planner.memory_users import alike_users, memory_users
 from autopar.planner.whole_step import roles_of
+from autopar.plans.plan import ShardingPlan
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 from tests.planner import deep_step
@@ -31,7 +32,10 @@ def graph_of(model: str, **options: Any) -> OpGraph:
     return build_graph(traced, roles_of(traced))
 
 
-@pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
+@pytest.mark.parametrize(
+    "model",
+    ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "moe", "unet"))],
+)
 def test_few_plans_hold_less_than_an_even_share(model: str) -> None:
     graph = graph_of(model)
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
@@ -46,22 +50,29 @@ def test_few_plans_hold_less_than_an_even_share(model: str) -> None:
     assert share > 0.3 * min(held)
 
 
-def test_on_one_device_an_even_share_is_what_the_plan_holds() -> None:
-    graph = graph_of("gpt")
-    alone = plan_intra_op(graph, parse_mesh("x:1"), Cluster.local())
-    assert graph_of_plan(graph, alone.plan) is graph
-    assert even_share_bytes(graph, 1) == alone.plan.predicted.peak_bytes
+@pytest.fixture(scope="module")
+def alone() -> tuple[OpGraph, ShardingPlan]:
+    """Equal layers on one device."""
+    graph = graph_of("gpt", num_layers=2, seq_len=64, batch_size=128)
+    return graph, plan_intra_op(graph, parse_mesh("x:1"), Cluster.local()).plan
 
 
-def test_equal_values_of_layers_are_named_once() -> None:
-    graph = graph_of("gpt", num_layers=4, seq_len=64, batch_size=128)
-    profile = memory_profile(
-        graph, plan_intra_op(graph, parse_mesh("x:1"), Cluster.local()).plan
-    )
+def test_on_one_device_an_even_share_is_what_the_plan_holds(
+    alone: tuple[OpGraph, ShardingPlan],
+) -> None:
+    graph, plan = alone
+    assert graph_of_plan(graph, plan) is graph
+    assert even_share_bytes(graph, 1) == plan.predicted.peak_bytes
+
+
+def test_equal_values_of_layers_are_named_once(
+    alone: tuple[OpGraph, ShardingPlan],
+) -> None:
+    profile = memory_profile(*alone)
     alike = alike_users(profile)
     held = [user.bytes * count for user, count in alike]
     assert sum(held) == sum(each.bytes for each in memory_users(profile))
-    assert any(count > 1 and count % 4 == 0 for _, count in alike)
+    assert any(count > 1 and count % 2 == 0 for _, count in alike)
     assert not any(str(Path.cwd()) in str(user) for user, _ in alike)
     assert held == sorted(held, reverse=True)
 
@@ -85,7 +96,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_what_an_error_says_to_ask_for_has_a_plan(
     deep: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [*deep, "--budget", "4614KB"]
+    given = [*deep, "--budget", "4450KB"]
     said = refused(capsys, *given)
     found = re.search(r"With (.*) \((--.*)\) a plan holds", said)
     assert found is not None, said

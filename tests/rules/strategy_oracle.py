@@ -28,6 +28,7 @@ from autopar.sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, axes_of_dim, 
 MESH_2X2X2 = MeshShape(("x", "y", "z"), (2, 2, 2))
 MESH_2X4 = MeshShape(("x", "y"), (2, 4))
 MESH_8 = MeshShape(("x",), (8,))
+MOST_STRATEGIES = 48  # of an operator; fewer in each run, see conftest.py
 CHUNK = 48  # strategies compiled into one program
 _CALLS = "jit closed_call remat2 custom_jvp_call custom_vjp_call".split()
 
@@ -77,7 +78,8 @@ def check_every_strategy(
       mesh: at most 8 devices.
       kinds: names of the primitives to check; all that have a rule if None. A kind that
         is named must occur.
-      max_strategies: per operator; above it a seeded sample that holds every factor.
+      max_strategies: per operator, and at most `MOST_STRATEGIES`; above it a seeded
+        sample that holds every factor.
 
     Returns:
       The names of the factors that some checked strategy used, by primitive.
@@ -92,7 +94,7 @@ def check_every_strategy(
         if rule_of(op) is None if kinds is None else op.kind not in kinds:
             continue
         assert rule_of(op) is not None, f"{op.kind} has no rule"
-        for strategy in strategies_of(op, mesh, max_strategies):
+        for strategy in strategies_of(op, mesh, min(max_strategies, MOST_STRATEGIES)):
             cases.append((evaluated, strategy))
             names = (factor.name for factor in strategy.factors)
             reached.setdefault(op.kind, set()).update(names)

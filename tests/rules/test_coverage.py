@@ -107,7 +107,14 @@ def test_optimizers_have_rules(name: str) -> None:
     assert not [op.kind for op in operators if not rule_of(op)]
 
 
-@pytest.mark.parametrize("function", [layer_norm, attention, cross_entropy])
+@pytest.mark.parametrize(
+    "function",
+    [
+        layer_norm,
+        pytest.param(attention, marks=pytest.mark.slow),
+        pytest.param(cross_entropy, marks=pytest.mark.slow),
+    ],
+)
 def test_functions_are_right_under_sampled_strategies(function: Callable) -> None:
     check_every_strategy(with_gradient(function), X, max_strategies=3)
 

@@ -87,11 +87,11 @@ CASES: Any = {
 @pytest.mark.parametrize(
     ("name", "pinned", "factor"),
     [
-        ("one head", "[-, n, -, -]", "t"),
-        ("causal", "[-, -, n, -]", "h"),
+        pytest.param("one head", "[-, n, -, -]", "t", marks=pytest.mark.slow),
+        pytest.param("causal", "[-, -, n, -]", "h", marks=pytest.mark.slow),
         ("grouped heads", "[n, -, -, -]", "b"),
         ("window", "[-, -, n, -]", "h"),
-        ("bias", "[n, -, -, -]", "b"),
+        pytest.param("bias", "[n, -, -, -]", "b", marks=pytest.mark.slow),
         ("bias", "[-, -, n, -]", "h"),
         ("one head, bias", "[-, n, -, -]", "t"),
         ("lengths", "[n, -, -, -]", "b"),

@@ -36,19 +36,24 @@ def both_gradients(convolve: Any, left: np.ndarray, right: np.ndarray) -> Any:
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "left", "right"),
     [
-        (3, 1, "SAME", 1, 1),
-        (5, 1, "SAME", 1, 1),
         (4, 1, "SAME", 1, 1),
-        (3, 2, "SAME", 1, 1),
-        (3, 2, [(1, 1)], 1, 1),
-        (2, 2, "VALID", 1, 1),
         (1, 2, "VALID", 1, 1),
         (3, 1, "SAME", 1, 2),
         (3, 4, [(0, 0)], 1, 1),
-        (3, 1, [(2, 1)], 2, 1),
         (4, 1, [(2, 2)], 2, 1),
         (5, 2, [(4, 0)], 1, 1),
         (5, 1, [(-1, 5)], 1, 1),
+        *(
+            pytest.param(*each, 1, marks=pytest.mark.slow)
+            for each in (
+                (3, 1, "SAME", 1),
+                (5, 1, "SAME", 1),
+                (3, 2, "SAME", 1),
+                (3, 2, [(1, 1)], 1),
+                (2, 2, "VALID", 1),
+                (3, 1, [(2, 1)], 2),
+            )
+        ),
     ],
     ids=str,
 )
@@ -77,11 +82,11 @@ def test_a_dim_of_a_convolution_and_of_its_gradients(
     ("window", "stride", "padding"),
     [
         (3, 2, "SAME"),
-        (3, 1, "SAME"),
-        (2, 2, "VALID"),
-        (4, 2, [(1, 1)]),
+        pytest.param(3, 1, "SAME", marks=pytest.mark.slow),
+        pytest.param(2, 2, "VALID", marks=pytest.mark.slow),
+        pytest.param(4, 2, [(1, 1)], marks=pytest.mark.slow),
         (2, 4, "VALID"),
-        (5, 2, [(2, 1)]),
+        pytest.param(5, 2, [(2, 1)], marks=pytest.mark.slow),
     ],
     ids=str,
 )

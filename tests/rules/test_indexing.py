@@ -81,8 +81,18 @@ def test_embedding_and_its_gradient() -> None:
     assert {"i0", "i1", "w1", "v0", "sum0,2"} <= reached["scatter-add"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        *((mode, "float32") for mode in MODES),
+        *(("fill", dtype) for dtype in ("bfloat16", "int32", "uint8")),
+        *(
+            pytest.param(mode, dtype, marks=pytest.mark.slow)
+            for mode in ("clip", "promise_in_bounds")
+            for dtype in ("bfloat16", "int32", "uint8")
+        ),
+    ],
+)
 def test_take_with_rows_out_of_range(mode: str, dtype: str) -> None:
     table = jnp.asarray(random_ids(16, 4, below=99), dtype)
     ids = random_ids(8, below=40, least=-20)
@@ -206,8 +216,17 @@ def test_booleans_and_keys_are_not_summed() -> None:
     assert not factor_table(operator_of("gather", lambda k, i: k[i], keys, ids))
 
 
-@pytest.mark.parametrize("method", ["set", "add", "multiply", "min", "max"])
-@pytest.mark.parametrize("mode", ["clip", "drop"])
+@pytest.mark.parametrize(
+    ("mode", "method"),
+    [
+        *(("drop", method) for method in ("set", "add", "multiply", "min", "max")),
+        *(("clip", method) for method in ("set", "add")),
+        *(
+            pytest.param("clip", method, marks=pytest.mark.slow)
+            for method in ("multiply", "min", "max")
+        ),
+    ],
+)
 def test_scatters(method: str, mode: str) -> None:
     def update(x: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Array:
         change = getattr(x.at[ids], method)

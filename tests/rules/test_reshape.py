@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -59,6 +59,7 @@ def test_reshape_pairs_major_dims() -> None:
     assert table == {"d0": ((0,), (0,)), "d3": ((3,), (2,)), "sum0": ((SUM,), (SUM,))}
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=6), st.data())
 def test_groups_hold_equally_many_elements(
     sizes: list[int], data: st.DataObject

@@ -1,6 +1,6 @@
 """Small random choice graphs, and a long one shaped like a train step."""
 
-from math import inf, prod
+from math import inf
 
 import numpy as np
 
@@ -44,12 +44,6 @@ def random_graph(
     graph = ChoiceGraph(tuple(nodes), tuple(edges), constant=2.0)
     assert_valid(graph)
     return graph
-
-
-def every_assignment(graph: ChoiceGraph) -> list[tuple[int, ...]]:
-    sizes = [node.costs.size for node in graph.nodes]
-    assert prod(sizes) < 20_000
-    return [tuple(map(int, each)) for each in np.ndindex(*sizes)]
 
 
 def _random_edge(

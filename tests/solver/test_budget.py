@@ -19,6 +19,7 @@ from autopar.solver.budget import (
 )
 from autopar.solver.budget_constraints import BudgetRow, priced
 from tests.solver.brute_force import every_cost
+from tests.solver.drawn import drawn
 from tests.solver.layered_graphs import layered_graph
 from tests.solver.random_graphs import random_graph
 from tests.solver.valid_graph import assert_valid
@@ -96,7 +97,20 @@ class ChangingOracle(Oracle):
         rows = tuple(told[index] for index in fullest)
         return Found(choices, self.graph.cost(choices), float(used.max()), rows)
 
-    def is_held(self, row: int, node: int, choices: Sequence[int]) -> bool:
+    def used_by(self, plans: np.ndarray) -> np.ndarray:
+        """The most that each of `plans` holds."""
+        used = []
+        for number, row in enumerate(self.rows):
+            held = row.used_by(self.graph, plans)
+            for node, own in zip(row.nodes.tolist(), row.node_bytes, strict=True):
+                is_held = self.is_held(number, node, plans.T)
+                held = held - np.where(is_held, 0.0, own[plans[:, node]])
+            used.append(held)
+        return np.max(used, axis=0)
+
+    def is_held(
+        self, row: int, node: int, choices: Sequence[int] | np.ndarray
+    ) -> bool | np.ndarray:
         other = (3 * node + 5 * row + 1) % len(choices)
         return node % 3 > 0 or other == node or choices[other] % 2 == row % 2
 
@@ -127,9 +141,10 @@ def test_equal_layers_stay_equal_at_prices() -> None:
     assert len(types.edge_of) == len(graph.types.edge_of)
 
 
-def test_small_problems_are_near_brute_force() -> None:
+@drawn(8, 24)
+def test_small_problems_are_near_brute_force(seeds: range) -> None:
     ratios = []
-    for seed in range(24):
+    for seed in seeds:
         graph = small(seed)
         oracle, every = Oracle(graph, rows_of(graph, seed)), all_plans(graph)
         used = np.max([row.used_by(graph, every) for row in oracle.rows], axis=0)
@@ -155,21 +170,24 @@ def test_prices_of_terabytes() -> None:
     assert 0 < lacking.min() <= (used - limit[:, None]).max(0).min()
 
 
-def test_rows_that_are_exact_for_their_own_plan_only_are_enough() -> None:
+@drawn(8, 24)
+def test_rows_that_are_exact_for_their_own_plan_only_are_enough(seeds: range) -> None:
     ratios = []
-    for seed in range(24):
+    for seed in seeds:
         graph = small(seed)
         oracle = ChangingOracle(graph, rows_of(graph, seed))
-        every = [oracle(tuple(plan)) for plan in all_plans(graph).tolist()]
-        budget = float(np.quantile([each.bytes for each in every], 0.2))
-        best = min(each.cost for each in every if each.bytes <= budget)
+        every = all_plans(graph)
+        used = oracle.used_by(every)
+        assert used[0] == oracle(tuple(every[0].tolist())).bytes
         oracle.looked.clear()
+        budget = float(np.quantile(used, 0.2))
+        best = every_cost(graph)[tuple(every[used <= budget].T)].min()
         found = within(graph, oracle, budget)
         assert len(set(oracle.looked)) == len(oracle.looked) <= 40
         if found.best is not None:
             assert found.best.bytes <= budget
             ratios.append(found.best.cost / best)
-    assert len(ratios) >= 22  # of rows that are mostly wrong elsewhere
+    assert len(ratios) >= len(seeds) - 2  # of rows that are mostly wrong elsewhere
     assert np.mean(ratios) <= 1.1
     assert np.median(ratios) == 1.0
 
@@ -254,10 +272,16 @@ def least_with_all_rows(
     return float(model.getInfo().objective_function_value)
 
 
-def test_layers_are_within_one_percent_of_all_rows_at_once() -> None:
+@pytest.mark.parametrize(
+    ("seeds", "num_layers"),
+    [(range(1), 3), pytest.param(range(2), 6, marks=pytest.mark.slow)],
+)
+def test_layers_are_within_one_percent_of_all_rows_at_once(
+    seeds: range, num_layers: int
+) -> None:
     ratios, looks = [], []
-    for seed in range(2):
-        graph, rows = layers(seed, 6)
+    for seed in seeds:
+        graph, rows = layers(seed, num_layers)
         oracle = Oracle(graph, rows, most=4)
         free = solve(graph)
         peak = oracle(free.choices).bytes

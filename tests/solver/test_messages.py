@@ -26,11 +26,11 @@ def colouring(seed: int) -> ChoiceGraph:
 def test_messages_go_on_until_there_is_a_plan() -> None:
     """Where rounding comes by forbidden pairs only, no gap is closed."""
     num_without = 0
-    for seed in range(20):
+    for seed in range(8):
         passing = Passing(colouring(seed))
         first = passing.run(1e-9, max_rounds=1)
         assert first.is_finished is (passing.bound >= first.cost * (1 - 1e-9))
         if first.choices is None:
             num_without += 1
             assert passing.run(1e-9, max_rounds=9).num_rounds > 2
-    assert num_without > 5
+    assert num_without > 2

@@ -106,12 +106,20 @@ def least(problem: StageProblem, assignments: Iterator[tuple[Stage, ...]]) -> fl
 @pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe"])
 @pytest.mark.parametrize("hosts", [((0,), 4), ((0, 0), 2), ((0,), 3), ((0, 1), 2)])
 @pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize(
+    ("seeds", "most_layers"),
+    [(range(2), 4), pytest.param(range(5), 6, marks=pytest.mark.slow)],
+)
 def test_no_assignment_is_faster(
-    schedule: ScheduleName, hosts: tuple[tuple[int, ...], int], tight: bool
+    schedule: ScheduleName,
+    hosts: tuple[tuple[int, ...], int],
+    tight: bool,
+    seeds: range,
+    most_layers: int,
 ):
     fits = 0
-    for seed in range(5):
-        layers = 6 if hosts == ((0,), 3) else 5
+    for seed in seeds:
+        layers = most_layers if hosts == ((0,), 3) else most_layers - 1
         random = random_problem(
             seed, layers, *hosts, tight=tight, additive=seed % 2 > 0
         )
@@ -156,15 +164,15 @@ def test_no_interleaved_assignment_is_faster(tight: bool):
 
 
 def test_a_loose_gap_is_kept():
-    for seed in range(4):
-        problem = random_problem(seed, 6, (0, 0), 3)
+    for seed in range(2):
+        problem = random_problem(seed, 5, (0, 0), 3)
         exact, loose = solve_stages(problem), solve_stages(problem, gap=0.05)
         assert exact is not None and loose is not None
         assert exact.seconds <= loose.seconds <= exact.seconds * 1.06
 
 
 def test_submeshes_are_parts_of_one_host_or_whole_hosts():
-    problem = random_problem(0, 6, (0, 0), 3)
+    problem = random_problem(0, 5, (0, 0), 3)
     for stages in (solve_stages(replace(problem, min_stages=n)) for n in (1, 2, 3, 4)):
         assert stages is not None
         for stage in stages.stages:
@@ -175,7 +183,7 @@ def test_submeshes_are_parts_of_one_host_or_whole_hosts():
 
 def test_the_number_of_microbatches_and_the_schedule_are_in_the_search():
     """GPipe never wins where memory is short, and a slow start asks for more parts."""
-    problem = random_problem(3, 5, (0,), 4, tight=True)
+    problem = random_problem(3, 4, (0,), 4, tight=True)
 
     def choices_of(number: int) -> tuple[tuple[StageChoice, ...], np.ndarray]:
         parts = tuple(
@@ -193,10 +201,10 @@ def test_the_number_of_microbatches_and_the_schedule_are_in_the_search():
         ("gpipe", 1),
         ("interleaved", 2),
     )
-    best = best_over(problem, choices_of, (1, 2, 4, 8), schedules)
+    best = best_over(problem, choices_of, (1, 4, 8), schedules)
     assert best is not None
     each_best = []
-    for number in (1, 2, 4, 8):
+    for number in (1, 4, 8):
         choices, crossing = choices_of(number)
         for schedule, shared in schedules:
             each = replace(
