@@ -34,7 +34,10 @@ def linear_arguments(batch: int = 64) -> tuple[dict[str, Any], jax.Array]:
     )
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "num_microbatches",
+    [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))],
+)
 def test_mtf_8_gradients_do_not_depend_on_the_number_of_microbatches(num_microbatches):
     weights, x = linear_arguments()
     step = parallelize(linear_step, mesh="x:8", num_microbatches=num_microbatches)
@@ -123,10 +126,30 @@ def test_rows_chosen_by_position_along_the_batch_are_not_cut():
         run_as_planned(parallel, w, x)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "lstm"))],
-)
+def test_layers_that_are_made_again_drop_what_they_drop_in_the_whole_batch():
+    def step(w, x, key):
+        def loss(w):
+            @jax.checkpoint
+            def layer(y, each):
+                kernel, key = each
+                y = jnp.tanh(y @ kernel)
+                return jnp.where(jax.random.bernoulli(key, 0.8, y.shape), y, 0), None
+
+            y, _ = jax.lax.scan(layer, x, (w, jax.random.split(key, len(w))))
+            return jnp.square(y).mean()
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad / jnp.linalg.norm(grad), value
+
+    keys = jax.random.split(jax.random.key(0))
+    w = jax.random.normal(keys[0], (2, 8, 8)) / 3
+    x = jax.random.normal(keys[1], (16, 8))
+    cut = parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1)
+    run_as_planned(cut, w, x, jax.random.key(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "bert", "lstm"])
 def test_whole_state_equals_the_full_batch_step(name):
     options: dict[str, Any] = {"gpt": dict(scan_layers=True, remat=True, dropout=0.1)}
     workload = build(name, optimizer="adamw_clip", **options.get(name, {}))
