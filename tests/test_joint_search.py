@@ -70,7 +70,7 @@ def everywhere(search: JointSearch) -> None:
 def test_what_is_found_is_as_fast_as_with_all_layers_planned(name: str):
     searcher = dense(num_layers=4) if name == "dense" else gpt(num_microbatches=8)
     search = searcher.search()
-    search.counts = search.counts[::3]
+    search.counts = search.counts[::5]
     found = search.best(searcher.capacity_bytes)
     assert found is not None
     num_planned = search.count["layers"]

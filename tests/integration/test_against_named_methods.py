@@ -62,6 +62,7 @@ def methods(mesh: str) -> tuple[NamedMethod, ...]:
         autopar.Zero(3, reshard_after_forward=False),
         autopar.Megatron(last),
         autopar.Megatron(last, sequence=True),
+        autopar.LayoutRules("batch:x"),
     )
 
 
