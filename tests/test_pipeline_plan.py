@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def abstract() -> Any:
     return shapes
 
 
+@cache
+def planned(num_microbatches: int) -> Plan:
+    """On two stages."""
+    method = PipelineParallel(num_stages=2, num_microbatches=num_microbatches)
+    return parallelize(step, method=method).plan(*abstract())
+
+
 def test_a_plan_needs_no_devices():
     cluster = Cluster.preset("8x8xH100")
     method = PipelineParallel(num_stages=4, num_microbatches=8)
@@ -60,8 +68,7 @@ def test_a_plan_needs_no_devices():
 
 
 def test_it_shows_stages_transfers_and_the_schedule(capsys: Any):
-    method = PipelineParallel(num_stages=2, num_microbatches=4)
-    plan = parallelize(step, method=method).plan(*abstract())
+    plan = planned(4)
     plan.explain()
     text = capsys.readouterr().out
     assert str(plan).splitlines()[0] == "plan of step, a pipeline, for one step"
@@ -79,14 +86,14 @@ def test_it_shows_stages_transfers_and_the_schedule(capsys: Any):
 
 
 def test_transfers_are_the_sends_of_the_instruction_lists():
-    method = PipelineParallel(num_stages=4, num_microbatches=8)
+    method = PipelineParallel(num_stages=4, num_microbatches=4)
     function: Any = parallelize(step, method=method)
     stages = function.plan(*abstract()).stages
     lowered = function.lower(*abstract())
     program = lowered.step.pipeline.program
     sends = [
         (each.value.slot, each.source, each.target)
-        for list_ in emit(program, one_f_one_b(4, 8))
+        for list_ in emit(program, one_f_one_b(4, 4))
         for each in list_.instructions
         if isinstance(each, Send)
     ]
@@ -100,8 +107,7 @@ def test_transfers_are_the_sends_of_the_instruction_lists():
 
 
 def test_predicted_figures_are_those_of_the_simulated_step():
-    method = PipelineParallel(num_stages=2, num_microbatches=4)
-    plan = parallelize(step, method=method).plan(*abstract())
+    plan = planned(4)
     stages, predicted = plan.stages, plan.predicted
     busiest = max(
         4 * stages.task_seconds(stage, "forward")
@@ -120,8 +126,8 @@ def test_predicted_figures_are_those_of_the_simulated_step():
     # A quarter of the kernels, of 16 KiB each, lies on each stage at least once.
     assert min(stages.peak_bytes) >= 2 * 64 * 64 * 4 / 4
     assert max(stages.peak_bytes) == predicted.peak_bytes
-    more = parallelize(step, method=replace(method, num_microbatches=8))
-    assert more.plan(*abstract()).predicted.bubble_fraction < predicted.bubble_fraction
+    fewer = planned(2).predicted
+    assert predicted.bubble_fraction < fewer.bubble_fraction
 
 
 def test_all_stage_programs_are_audited():
@@ -186,9 +192,8 @@ def test_a_saved_plan_is_loaded_and_run_as_it_is(tmp_path: Path):
 def test_an_edited_plan_that_makes_no_sense_is_refused(
     tmp_path: Path, change: Any, message: str
 ):
-    method = PipelineParallel(num_stages=2, num_microbatches=2)
     path = tmp_path / "plan.json"
-    parallelize(step, method=method).plan(*abstract()).save(path)
+    planned(2).save(path)
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
@@ -198,7 +203,7 @@ def test_an_edited_plan_that_makes_no_sense_is_refused(
 
 def test_a_plan_brings_its_method():
     method = PipelineParallel(num_stages=2, num_microbatches=2)
-    plan = parallelize(step, method=method).plan(*abstract())
+    plan = planned(2)
     for other in (ShardParallel(), replace(method, num_stages=4)):
         with pytest.raises(ValueError, match="leave the method out"):
             parallelize(step, plan=plan, method=other)

@@ -49,7 +49,9 @@ def test_a_step_reduces_as_many_bytes_whatever_the_number_of_microbatches(number
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)]
+)
 def test_parts_of_sums_are_added_up_by_the_update(schedule: Any):
     """Every device holds all of its own part until then, and the plan counts it."""
     function: Any = parallelize(step, method=method(4, schedule))
