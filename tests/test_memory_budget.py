@@ -243,7 +243,7 @@ def test_users_of_memory_are_named_largest_first() -> None:
 SMALL: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "dot_relu_dot": (lambda x, w, v: jax.nn.relu(x @ w) @ v, ((3, 4), (4, 2), (2, 3))),
     "read_twice": (lambda x, w: (x @ w) * jnp.sum(w), ((3, 5), (5, 4))),
-    "update": (lambda w, x: w - 0.1 * (x @ w), ((4, 3), (4, 4))),
+    "update": (lambda w, x: w - 0.1 * (x @ w), ((3, 4), (3, 3))),
     "two_products": (lambda x, w: (x @ w) @ w.T + x, ((8, 3), (3, 5))),
 }
 MESH = parse_mesh("a:4")

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("unet-2d", "unet-3d"), {"num_levels": 2}),
     "lstm": {},
 }
+QUICK = ("bert-base", "moe-380m", "resnet-50", "unet-2d", "lstm")
 MOST = 0.01  # of the bytes that a step's operators read
 
 
@@ -40,7 +41,13 @@ def cannot_be_split(op: Operator) -> bool:
     return not any(factor.splits for factor in factors_of(op) if factor.size != 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_what_falls_back_is_small(name: str) -> None:
     graph = graph_of_step(name, "adamw_clip")
     operators = [op for op in graph.operators() if op.kind not in STRUCTURED]
