@@ -101,7 +101,7 @@ def test_data_parallel_gathers_where_examples_are_compared() -> None:
         return w - 0.1 * jax.grad(loss)(w)
 
     case = Case(step, (random(0, 16, 8, scale=0.3), random(1, 32, 16)))
-    plan = run(case, autopar.DataParallel())
+    plan = planned(case, autopar.DataParallel())
     assert homes(plan) == {"w": (-1,), "x": (0,)}
     assert ("all_gather", "x") in traffic(plan)
 

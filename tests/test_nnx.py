@@ -130,6 +130,7 @@ def test_variables_and_modules_in_containers() -> None:
     assert (tree["layers"][0].bias[...] == 16).all()
 
 
+@pytest.mark.slow
 def test_a_step_of_split_state_is_a_step_of_any_tree() -> None:
     graphdef, state = nnx.split(make_training())
 

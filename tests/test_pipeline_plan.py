@@ -54,6 +54,16 @@ def planned(num_microbatches: int) -> Plan:
     return parallelize(step, method=method).plan(*abstract())
 
 
+@cache
+def pinned() -> Any:
+    """A pipeline whose pins the solver would not choose; one plan and program."""
+    method = PipelineParallel(num_stages=2, num_microbatches=4)
+    pins = {"params[0]": P("y", "x"), "params[3]": P(None, "y")}
+    return parallelize(
+        step, method=method, mesh="x:2;y:2", pins=pins, donate_argnums=()
+    )
+
+
 def test_a_plan_needs_no_devices():
     cluster = Cluster.preset("8x8xH100")
     method = PipelineParallel(num_stages=4, num_microbatches=8)
@@ -131,9 +141,7 @@ def test_predicted_figures_are_those_of_the_simulated_step():
 
 
 def test_all_stage_programs_are_audited():
-    method = PipelineParallel(num_stages=2, num_microbatches=4)
-    function: Any = parallelize(step, method=method, mesh="x:2;y:2")
-    compiled = function.lower(*abstract()).compile()
+    compiled = pinned().lower(*abstract()).compile()
     audit = compiled.audit()
     audit.raise_if_wrong()
     assert [name for name, _ in audit.audits] == [
@@ -159,15 +167,13 @@ def test_all_stage_programs_are_audited():
 def test_a_saved_plan_is_loaded_and_run_as_it_is(tmp_path: Path):
     """The plan pins what the solver would not choose, and its runner plans nothing."""
     method = PipelineParallel(num_stages=2, num_microbatches=4)
-    pins = {"params[0]": P("y", "x"), "params[3]": P(None, "y")}
-    pinned = parallelize(step, method=method, mesh="x:2;y:2", pins=pins)
-    plan = pinned.plan(*abstract())
+    plan = pinned().plan(*abstract())
     path = tmp_path / "plan.json"
     plan.save(path)
     loaded = Plan.load(path)
     assert loaded == plan
     params, x = arguments()
-    expected = pinned(jax.tree.map(jnp.copy, params), x)
+    expected = pinned()(params, x)
     got = parallelize(step, plan=loaded)(params, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.sharding == b.sharding

@@ -25,15 +25,12 @@ print(compiled.plan.predicted.peak_bytes, MemoryUse.of(compiled.compiled).device
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "is_as_told"),
     [
         ("", True),
-        pytest.param(
-            "--xla_cpu_enable_concurrency_optimized_scheduler=true",
-            False,
-            marks=pytest.mark.slow,
-        ),
+        ("--xla_cpu_enable_concurrency_optimized_scheduler=true", False),
     ],
     ids=["none", "the user's"],
 )

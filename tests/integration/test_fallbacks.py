@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("unet-2d", "unet-3d"), {"num_levels": 2}),
     "lstm": {},
 }
-QUICK = ("bert-base", "moe-380m", "resnet-50", "unet-2d", "lstm")
+QUICK = ("bert-base", "moe-380m", "resnet-50", "lstm")
 MOST = 0.01  # of the bytes that a step's operators read
 
 

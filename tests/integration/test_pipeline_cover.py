@@ -116,15 +116,12 @@ def cover() -> Iterator[Case]:
 
 
 CASES = tuple(cover())
-QUICK = (
-    "mlp-2x8-zb_h2-full",
-    "encoder_decoder-3x8-1f1b-cheap",
-)
+QUICK = ("encoder_decoder-3x8-1f1b-cheap",)
 
 
 def test_every_pair_is_met_in_about_sixty_cases() -> None:
     assert 56 <= len(CASES) <= 64
-    assert set(QUICK) <= set(map(str, CASES)) and len(QUICK) == 2
+    assert set(QUICK) <= set(map(str, CASES))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,16 @@ RTOL_BY_PROGRAM = {steps.bf16_mixed: 2e-2}
 MakeProgram = Callable[[], steps.Program]
 
 
-SLOW = (networks.unet, steps.gan, steps.clip_loss, steps.ensemble, steps.lora_frozen)
+SLOW = (
+    *(
+        networks.ssm,
+        steps.gan,
+        steps.ppo,
+        steps.clip_loss,
+        steps.ensemble,
+        steps.lora_frozen,
+    ),
+)
 
 
 def every_case() -> Iterator[Any]:
