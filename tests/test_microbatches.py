@@ -205,7 +205,7 @@ def test_a_frozen_model_of_many_leaves_is_not_the_batch():
     x, y = jax.random.normal(keys[2], (16, 8)), jax.random.normal(keys[3], (16,))
     given = jnp.zeros((64, 64)), frozen, {"x": x, "y": y}
     parallel = parallelize(step, mesh="x:8", num_microbatches=2)
-    inputs = run_as_planned(parallel, *given).plan.sharding.inputs
+    inputs = parallel.plan(*given).sharding.inputs
     assert [i.path for i in inputs if i.role == "batch"] == ["batch['x']", "batch['y']"]
 
 
@@ -228,7 +228,7 @@ def test_a_pin_inside_the_step_holds_in_every_microbatch():
 
     w, x = jnp.eye(8) / 2, jax.random.normal(jax.random.key(1), (16, 8))
     step = parallelize(fun, mesh="x:8", num_microbatches=2, batch_argnums=1)
-    sharding = run_as_planned(step, w, x).plan.sharding
+    sharding = step.plan(w, x).sharding
     (pinned,) = [op for op in sharding.operators if op.kind == "autopar_pin"]
     assert pinned.result_specs == ((1,),)
 
@@ -246,8 +246,7 @@ def test_a_mask_that_several_read_is_not_made_for_the_whole_batch():
 
     w, x = jax.random.normal(jax.random.key(0), (4, 4)), jnp.ones((32, 8, 4))
     step = parallelize(step, mesh="x:8", num_microbatches=4, batch_argnums=1)
-    compiled = run_as_planned(step, w, x)
-    graph = compiled.lowered.graph
+    graph = step.lower(w, x).graph
     outside = [t.type.shape for t in graph.tensors if t.block == 0]
     assert (32, 8, 8) not in outside
     inside = [t.type.shape for t in graph.tensors if t.block != 0]

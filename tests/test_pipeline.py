@@ -253,7 +253,11 @@ def test_the_number_of_microbatches_is_given_once():
             tied_language_model,
             PipelineParallel(3, 2, stage_meshes=["x:4", "a:2;b:1", "x:2"]),
         ),
-        (chain, PipelineParallel(4, 4, "interleaved", stages_per_submesh=2)),
+        pytest.param(
+            chain,
+            PipelineParallel(4, 4, "interleaved", stages_per_submesh=2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             tied_language_model,
             PipelineParallel(2, 4, stage_meshes=["a:2;b:2", "c:4"]),

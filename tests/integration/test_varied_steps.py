@@ -40,14 +40,13 @@ MakeProgram = Callable[[], steps.Program]
 
 
 SLOW = (
-    *(
-        networks.ssm,
-        steps.gan,
-        steps.ppo,
-        steps.clip_loss,
-        steps.ensemble,
-        steps.lora_frozen,
-    ),
+    networks.ssm,
+    steps.gan,
+    steps.ppo,
+    steps.clip_loss,
+    steps.ensemble,
+    steps.lora_frozen,
+    steps.muon,
 )
 
 
