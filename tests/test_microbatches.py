@@ -246,7 +246,8 @@ def test_a_mask_that_several_read_is_not_made_for_the_whole_batch():
 
     w, x = jax.random.normal(jax.random.key(0), (4, 4)), jnp.ones((32, 8, 4))
     step = parallelize(step, mesh="x:8", num_microbatches=4, batch_argnums=1)
-    graph = step.lower(w, x).graph
+    lowered: Any = step.lower(w, x)
+    graph = lowered.graph
     outside = [t.type.shape for t in graph.tensors if t.block == 0]
     assert (32, 8, 8) not in outside
     inside = [t.type.shape for t in graph.tensors if t.block != 0]
