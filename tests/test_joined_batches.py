@@ -43,7 +43,12 @@ def discriminator(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, A
     return jnp.square(made - is_real).mean(), (made > 0.5) == (is_real > 0)
 
 
-LOSSES = preference, three_parts, discriminator
+def quick(*losses: Loss) -> list[Any]:
+    """All of them, of which the others are slow."""
+    return [
+        pytest.param(loss, marks=() if loss in losses else pytest.mark.slow)
+        for loss in (preference, three_parts, discriminator)
+    ]
 
 
 def step_of(loss: Loss) -> Callable[..., Any]:
@@ -71,7 +76,7 @@ def assert_runs_as_on_one_device(step: Callable[..., Any], **options: Any) -> No
         np.testing.assert_allclose(made, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", quick(three_parts))
 def test_microbatches_hold_a_part_of_each_batch(loss: Loss) -> None:
     """A warning would say that all of it is run at once."""
     with warnings.catch_warnings():
@@ -79,7 +84,7 @@ def test_microbatches_hold_a_part_of_each_batch(loss: Loss) -> None:
         assert_runs_as_on_one_device(step_of(loss), num_microbatches=4, mesh="x:8")
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", quick(discriminator))
 def test_joined_batches_go_through_a_pipeline(loss: Loss) -> None:
     assert_runs_as_on_one_device(step_of(loss), method=PipelineParallel(2, 2))
 

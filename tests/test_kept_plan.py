@@ -33,14 +33,26 @@ def for_autopar():
 MESH = ("--cluster", "8xH100", "--mesh", "x:2;y:4")
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The plan of the step, as the command writes it."""
+    folder = tmp_path_factory.mktemp("kept")
+    (folder / "kept_once.py").write_text(TRAIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        assert run("plan", "kept_once:for_autopar", *MESH, "--out", "p.json") == 0
+    return (folder / "p.json").read_text()
+
+
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def train(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a fresh module in the current folder, whose plan is kept."""
     name = f"kept_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(TRAIN)
+    (tmp_path / "p.json").write_text(kept)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert run("plan", f"{name}:for_autopar", *MESH, "--out", "p.json") == 0
     return name
 
 

@@ -37,20 +37,21 @@ def test_what_is_a_constant_is_told_anew_in_every_call(
     x = counts = jnp.arange(8, dtype=np.int32)
     scales: list[Any] = [1, True, 1.0, 2, np.float32(3), jnp.sin, jnp.cos]
     kinds = [Scale(by, counts) for by in scales] + [Scale(counts, 2), Scale(2, counts)]
+    calls = [(scale, x) for scale in kinds]
+    calls += [(scale, 1.5) for scale in (kinds[0], kinds[5])]  # an array to the step
     for number in range(6):
         if number == 4:
             without_python(made, monkeypatch)
-        for scale in kinds:
-            for more in (x, 1.5):  # a number that is an array to the step
-                result, same = made(scale, x, more)
-                expected, _ = scaled(scale, x, more)  # filter_jit takes True for 1
-                assert_equal(result, expected)
-                assert result.dtype == expected.dtype
-                for ours, given in ((same.by, scale.by), (same.counts, scale.counts)):
-                    if isinstance(given, jax.Array | np.generic):
-                        assert_equal(ours, given)
-                    else:
-                        assert ours == given and type(ours) is type(given)
+        for scale, more in calls:
+            result, same = made(scale, x, more)
+            expected, _ = scaled(scale, x, more)  # filter_jit takes True for 1
+            assert_equal(result, expected)
+            assert result.dtype == expected.dtype
+            for ours, given in ((same.by, scale.by), (same.counts, scale.counts)):
+                if isinstance(given, jax.Array | np.generic):
+                    assert_equal(ours, given)
+                else:
+                    assert ours == given and type(ours) is type(given)
 
 
 def test_a_leaf_that_cannot_be_hashed_is_none_of_the_constants() -> None:

@@ -16,11 +16,15 @@ from tests.like_jit import (
 )
 
 
-def test_one_plan_for_each_batch_shape() -> None:
+def test_one_plan_and_program_for_each_batch_shape() -> None:
     step = autopar.parallelize(sgd_step, donate_argnums=())
-    for size in (32, 64, 32):
-        expected = jax.jit(sgd_step)(make_params(), make_batch(size))
-        assert_same(step(make_params(), make_batch(size)), expected)
+    params, batches = make_params(), [make_batch(size) for size in (32, 64)]
+    for batch in batches:
+        assert_same(step(params, batch), jax.jit(sgd_step)(params, batch))
+    with count_compilations() as compilations:
+        for batch in batches:
+            step(params, batch)
+    assert not compilations
     plans = [step.plan(make_params(), make_batch(size)) for size in (32, 64, 32)]
     assert plans[0] is plans[2]
     assert plans[0] is not plans[1]
@@ -38,24 +42,21 @@ def test_later_calls_neither_trace_nor_compile() -> None:
     assert not compilations
 
 
-def test_shapes_seen_before_are_not_compiled_again() -> None:
-    step = autopar.parallelize(sgd_step, donate_argnums=())
-    params, small, large = make_params(), make_batch(32), make_batch(64)
-    step(params, small)
-    step(params, large)
-    with count_compilations() as compilations:
-        step(params, small)
-        step(params, large)
-    assert not compilations
-
-
-def test_lowering_and_calling_share_one_program() -> None:
+def test_lowering_and_calling_share_one_program_that_runs() -> None:
     step = autopar.parallelize(sgd_step)
     params, batch = make_params(), make_batch()
-    step.lower(params, batch).compile()
+    expected = jax.jit(sgd_step)(params, batch)
+    lowered = step.lower(params, batch)
+    compiled = lowered.compile()
+    assert "stablehlo" in lowered.as_text()
+    assert "HloModule" in compiled.as_text()
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    compiled.audit().raise_if_wrong()
     with count_compilations() as compilations:
-        step(params, batch)
+        found = step(params, batch)
     assert not compilations
+    assert_same(found, expected)
+    assert_same(compiled(make_params(), batch), expected)
 
 
 def test_the_function_is_traced_once() -> None:
@@ -88,23 +89,9 @@ def test_a_plan_for_a_cluster_that_is_not_there() -> None:
     assert plan.predicted.step_seconds > 0
 
 
-def test_a_lowered_step_has_both_programs() -> None:
-    lowered = autopar.parallelize(sgd_step).lower(make_params(), make_batch())
-    compiled = lowered.compile()
-    assert "stablehlo" in lowered.as_text()
-    assert "HloModule" in compiled.as_text()
-    assert compiled.memory_analysis().argument_size_in_bytes > 0
-    compiled.audit().raise_if_wrong()
-
-
-def test_a_compiled_step_runs() -> None:
-    expected = jax.jit(sgd_step)(make_params(), make_batch())
-    step = autopar.parallelize(sgd_step)
-    compiled = step.lower(make_params(), make_batch()).compile()
-    assert_same(compiled(make_params(), make_batch()), expected)
-
-
-def test_a_saved_plan_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_saved_plan_runs_as_it_is_and_state_stays_where_it_puts_it(
+    tmp_path: Path,
+) -> None:
     expected = jax.jit(sgd_step)(make_params(), make_batch())
     plan = autopar.parallelize(sgd_step, mesh="a:2;b:4").plan(
         make_params(), make_batch()
@@ -113,12 +100,8 @@ def test_a_saved_plan_runs_as_it_is(tmp_path: Path) -> None:
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     step = autopar.parallelize(sgd_step, plan=loaded)
     assert step.plan(make_params(), make_batch()) == plan
-    assert_same(step(make_params(), make_batch()), expected)
-
-
-def test_the_state_stays_where_the_plan_puts_it() -> None:
-    step = autopar.parallelize(sgd_step, mesh="x:2;y:4")
-    params, _ = step(make_params(), make_batch())
+    found = params, _ = step(make_params(), make_batch())
+    assert_same(found, expected)
     sharding = params["w"].sharding
     params, _ = step(params, make_batch())
     assert params["w"].sharding == sharding

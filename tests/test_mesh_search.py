@@ -12,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.frontend.tracing import trace
-from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
 from autopar.planner.mesh_search import (
     MOST_SEARCHED,
@@ -29,10 +27,10 @@ from autopar.planner.mesh_shapes import (
     neighbours,
 )
 from autopar.planner.questions import Questions
-from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import MeshShape
-from benchmarks.models import build
 from tests.priced_shapes import Planner
+from tests.rows.fixtures import Case
+from tests.rows.named_plans import graph_of
 
 
 def sizes_of(cluster: str) -> list[tuple[int, ...]]:
@@ -238,12 +236,16 @@ def test_few_shapes_are_searched_for_plans_within_a_budget() -> None:
     assert found.plan.predicted.step_seconds == min(seconds)
 
 
-@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(8,), (4, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)]
+)
 def test_no_plan_goes_below_the_floor(shape: tuple[int, ...]) -> None:
     cluster = Cluster.preset("8xA100")
-    workload = build("mlp")
-    traced = trace(workload.step, workload.abstract(), {})
-    graph = build_graph(traced, roles_of(traced))
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    graph = graph_of(Case(step, (jnp.ones((64, 128)), jnp.ones((256, 64)))))
     mesh = MeshShape(("x", "y", "z")[: len(shape)], shape)
     plan = plan_intra_op(graph, mesh, cluster).plan
     assert 0 < least_seconds(graph, cluster) <= plan.predicted.step_seconds

@@ -1,6 +1,7 @@
 """State in the host's memory: who may be there, and that it comes and goes."""
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.rows.named_plans import graph_of
 from tests.rows.test_fairscale import f2
 
 
+@cache
 def adam() -> Case:
     return f2(optax.adam(1e-2, eps=1e-2))
 
@@ -36,8 +38,10 @@ def kinds(tree: Any) -> set[str]:
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
-def offloaded(case: Case) -> autopar.ParallelFunction:
-    return autopar.parallelize(case.step, mesh="data:8", offload="optimizer_state")
+@cache
+def offloaded() -> autopar.ParallelFunction:
+    """One plan and one program for all tests."""
+    return autopar.parallelize(adam().step, mesh="data:8", offload="optimizer_state")
 
 
 def test_only_what_the_update_reads_may_go() -> None:
@@ -52,7 +56,7 @@ def test_only_what_the_update_reads_may_go() -> None:
 
 def test_arrays_of_the_device_are_moved_at_the_first_call() -> None:
     case = adam()
-    step = offloaded(case)
+    step = offloaded()
     state, loss = step(*jax.tree.map(jnp.copy, case.args))
     assert kinds(state[0]) == {"device"}
     assert kinds(state[1]) == {"pinned_host"}
@@ -71,7 +75,7 @@ def test_init_makes_state_where_it_lies() -> None:
     def init() -> Any:
         return jax.tree.map(jnp.zeros_like, state)
 
-    step = offloaded(case)
+    step = offloaded()
     made = step.init(init, batch=(x, y))
     assert kinds(made[0]) == {"device"}
     assert kinds(made[1]) == {"pinned_host"}
@@ -80,7 +84,7 @@ def test_init_makes_state_where_it_lies() -> None:
 def test_a_checkpoint_comes_back_to_the_host(tmp_path: Path) -> None:
     case = adam()
     state, x, y = case.args
-    step = offloaded(case)
+    step = offloaded()
     state, _ = step(*jax.tree.map(jnp.copy, (state, x, y)))
     autopar.save(tmp_path / "state", state)
     like = step.abstract_state(

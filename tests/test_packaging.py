@@ -1,6 +1,7 @@
 """What is installed is what is here, and nothing of this machine is committed."""
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,32 +69,54 @@ def test_the_folders_of_the_checkout_are_mapped_as_the_design_says() -> None:
     assert mapping == FOLDERS
 
 
+IMPORTS = """
+import autopar, json, os, sys, time
+first = time.process_time()
+import jax
+seconds = time.process_time() - first
+early = list(sys.modules)
+names = {name: getattr(autopar, name) for name in autopar.__all__}
+from autopar import *
+import autopar.solver, autopar.runtime
+os.environ.pop("XLA_FLAGS")
+jax.config.update("jax_num_cpu_devices", 3)
+devices = jax.device_count()
+autopar.parallelize(lambda x: x + 1)(jax.numpy.ones(6))
+print(json.dumps({
+    "file": autopar.__file__, "seconds": [first, seconds], "early": early,
+    "names": [len(names), set(names) <= set(dir(autopar))], "devices": devices,
+    "all": [name.partition(".")[0] for name in sys.modules],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process sees that imports an uninstalled checkout and runs a step."""
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "solver.py").write_text("raise RuntimeError('shadowed')")
+    (folder / "runtime.py").write_text("raise RuntimeError('shadowed')")
+    return json.loads(_run(IMPORTS, folder, ROOT))
+
+
 def test_an_uninstalled_checkout_imports_past_a_users_own_solver(
-    tmp_path: Path,
+    imported: dict[str, Any],
 ) -> None:
-    (tmp_path / "solver.py").write_text("raise RuntimeError('shadowed')")
-    (tmp_path / "runtime.py").write_text("raise RuntimeError('shadowed')")
-    code = "import autopar, autopar.solver, autopar.runtime; print(autopar.__file__)"
-    assert _run(code, tmp_path, ROOT) == str(ROOT / "autopar" / "__init__.py")
+    assert imported["file"] == str(ROOT / "autopar" / "__init__.py")
 
 
-def test_autopar_imports_without_any_optional_package(tmp_path: Path) -> None:
-    code = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))\n"
-    code += "from autopar import *"
-    _run(code, tmp_path, ROOT)
+def test_importing_autopar_starts_no_device(imported: dict[str, Any]) -> None:
+    assert imported["devices"] == 3
 
 
-def test_importing_autopar_starts_no_device(tmp_path: Path) -> None:
-    code = (
-        "import os; os.environ.pop('XLA_FLAGS'); from autopar import *; import jax;"
-        "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
-    )
-    assert _run(code, tmp_path, ROOT) == "3"
+def test_a_step_imports_neither_flax_nor_equinox(imported: dict[str, Any]) -> None:
+    assert not {"flax", "equinox"} & {*imported["all"]}
 
 
 def test_the_wheel_holds_every_package_and_works_from_another_folder(
     tmp_path: Path,
 ) -> None:
+    """`from autopar import *` without any optional package, models with theirs."""
     source = tmp_path / "source"  # a copy: building leaves folders behind
     source.mkdir()
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
@@ -121,32 +145,36 @@ def test_the_wheel_holds_every_package_and_works_from_another_folder(
     assert {str(path.relative_to(site)) for path in site.rglob("*.toml")} == tables
     assert "autopar/targets/gpu_specs.toml" in tables
     assert (site / "autopar" / "report" / "report.html").exists()
-    imports = "".join(f"import {package};" for package in sorted(_packages()))
-    printed = _run(imports + "print(autopar.__file__)", tmp_path, site)
-    assert printed == str(site / "autopar" / "__init__.py")
-    plan = 'sys.argv = "autopar plan mlp --mesh x:8 --no-compare".split(); main()'
-    command = f"import sys; from autopar.cli import main; {plan}"
-    assert "heavy operators" in _run(command, tmp_path, site)
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({OPTIONAL}))
+from autopar import *
+for name in {OPTIONAL}:
+    del sys.modules[name]
+import {", ".join(sorted(_packages()))}
+print(autopar.__file__)
+from autopar.cli import main
+sys.argv = "autopar plan mlp --mesh x:8 --no-compare".split()
+main()
+"""
+    printed = _run(code, tmp_path, site)
+    assert printed.split("\n")[0] == str(site / "autopar" / "__init__.py")
+    assert "heavy operators" in printed
 
 
-def test_importing_autopar_takes_no_longer_than_importing_jax(tmp_path: Path) -> None:
+def test_importing_autopar_takes_no_longer_than_importing_jax(
+    imported: dict[str, Any],
+) -> None:
     """At most 1.3 times; nothing of what only planning or running takes is imported."""
-    late = ("pulp", "networkx", "scipy", "rich", "autopar.pipelines", "autopar.runtime")
-    code = (
-        "import autopar, sys, time; first = time.process_time(); import jax; "
-        f"print([name for name in {late} if name in sys.modules]); "
-        "print(first < 1.3 * (time.process_time() - first))"
-    )
-    assert _run(code, tmp_path, ROOT).split("\n") == ["[]", "True"]
+    late = {"pulp", "networkx", "scipy", "rich", "autopar.pipelines", "autopar.runtime"}
+    assert not late & {*imported["early"]}
+    ours, of_jax = imported["seconds"]
+    assert ours < 1.3 * of_jax
 
 
-def test_every_public_name_is_where_the_stub_says(tmp_path: Path) -> None:
-    code = (
-        "import autopar; names = {n: getattr(autopar, n) for n in autopar.__all__};"
-        "print(len(names), set(names) <= set(dir(autopar)))"
-    )
-    number, is_listed = _run(code, tmp_path, ROOT).split()
-    assert int(number) > 40 and is_listed == "True"
+def test_every_public_name_is_where_the_stub_says(imported: dict[str, Any]) -> None:
+    number, is_listed = imported["names"]
+    assert number > 40 and is_listed
     with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'no'"):
         getattr(autopar, "no")  # noqa: B009
 

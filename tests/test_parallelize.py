@@ -33,20 +33,18 @@ class Layer:
 
 
 class TestTrees:
-    @pytest.mark.parametrize(
-        "tree",
-        [
+    def test_any_pytree_goes_in_and_comes_out(self) -> None:
+        trees: list[Tree] = [
             {"b": jnp.ones(8), "a": jnp.zeros((8, 2))},
             [jnp.ones(8), (jnp.zeros(8), [jnp.ones(())])],
             Moments(jnp.ones(8), {"inner": jnp.ones((2, 8))}),
             Layer(jnp.ones((8, 8)), None),
             Layer(jnp.ones((8, 8)), jnp.ones(8)),
             {"layers": [Layer(jnp.ones((8, 8)), None)] * 2, "none": None, "empty": ()},
-        ],
-        ids=lambda tree: str(jax.tree.structure(tree)),
-    )
-    def test_any_pytree_goes_in_and_comes_out(self, tree: Tree) -> None:
-        assert_like_jit(lambda t, x: (jax.tree.map(lambda a: a + x, t), x), tree, 1.0)
+        ]
+        assert_like_jit(
+            lambda x, *trees: (*jax.tree.map(lambda a: a + x, trees), x), 1.0, *trees
+        )
 
     def test_keyword_arguments(self) -> None:
         def fun(x: jax.Array, *, scale: jax.Array, **rest: Any) -> dict[str, Any]:
@@ -57,7 +55,7 @@ class TestTrees:
 
     def test_arguments_that_may_be_given_either_way(self) -> None:
         expected = jax.jit(sgd_step)(make_params(), make_batch())
-        step = autopar.parallelize(sgd_step)
+        step = autopar.parallelize(jax.jit(sgd_step))  # jitted already
         assert_same(step(make_params(), batch=make_batch()), expected)
         assert_same(step(batch=make_batch(), params=make_params()), expected)
 
@@ -66,12 +64,14 @@ class TestTrees:
         [
             lambda x: None,
             lambda x: (),
-            lambda x: {"none": None, "x": x + 1},
-            lambda x: (1, 2.5, True, jnp.zeros(8), np.arange(3), jnp.float32(4)),
-            lambda x: (x, x + 1, x),
-            lambda x: jax.random.key(3),
+            lambda x: {
+                "none inside": None,
+                "constants": (1, 2.5, True, jnp.zeros(8), np.arange(3), jnp.float32(4)),
+                "twice": (x, x + 1, x),
+                "key": jax.random.key(3),
+            },
         ],
-        ids=["None", "empty", "None inside", "constants", "twice", "constant key"],
+        ids=["None", "empty", "all else"],
     )
     def test_what_is_returned(self, fun: Callable[..., Any]) -> None:
         assert_like_jit(fun, jnp.arange(8.0))
@@ -81,14 +81,12 @@ class TestTrees:
 
 
 class TestLeaves:
-    @pytest.mark.parametrize(
-        "leaf",
-        [2, 2.5, True, 2j, np.float32(2), np.float64(2), np.int8(2), np.arange(4)],
-        ids=lambda leaf: f"{type(leaf).__name__} {leaf}",
-    )
-    def test_numbers_and_numpy_keep_their_dtype_and_weak_type(self, leaf: Any) -> None:
+    def test_numbers_and_numpy_keep_their_dtype_and_weak_type(self) -> None:
+        leaves = [2, 2.5, True, 2j]
+        leaves += [np.float32(2), np.float64(2), np.int8(2), np.arange(4)]
         assert_like_jit(
-            lambda x, n: (x * n, n, n + 1, n * n), jnp.ones((8, 4), jnp.bfloat16), leaf
+            lambda x, *leaves: [(x * n, n, n + 1, n * n) for n in leaves],
+            *(jnp.ones((8, 4), jnp.bfloat16), *leaves),
         )
 
     def test_a_number_and_an_array_of_its_dtype_are_told_apart(self) -> None:
@@ -105,17 +103,17 @@ class TestLeaves:
             state, _ = step(state, jnp.ones(8))
         assert state["n"] == 3 and state["n"].weak_type
 
-    @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-    def test_keys(self, make_key: Callable[[int], jax.Array]) -> None:
-        def fun(key: jax.Array) -> tuple[jax.Array, ...]:
+    def test_keys_old_keys_and_many_keys_in_one_array(self) -> None:
+        def drawn(key: jax.Array) -> tuple[jax.Array, ...]:
             next_key, key = jax.random.split(key)
             return next_key, jax.random.normal(key, (16, 8)), jax.random.bits(key, (8,))
 
-        assert_like_jit(fun, make_key(1))
+        def fun(key: jax.Array, old: jax.Array, many: jax.Array) -> Any:
+            each = jax.vmap(lambda key: jax.random.normal(key, (4,)))(many)
+            return drawn(key), drawn(old), each
 
-    def test_many_keys_in_one_array(self) -> None:
         keys = jax.random.split(jax.random.key(0), 8)
-        assert_like_jit(jax.vmap(lambda key: jax.random.normal(key, (4,))), keys)
+        assert_like_jit(fun, jax.random.key(1), jax.random.PRNGKey(1), keys)
 
     def test_numpy_state_is_left_as_it_was(self) -> None:
         step = autopar.parallelize(sgd_step)
@@ -163,11 +161,6 @@ class TestFunctions:
         sharding = double(jnp.ones(8)).sharding
         assert isinstance(sharding, jax.NamedSharding)
         assert sharding.mesh.axis_names == ("data", "model")
-
-    def test_a_function_that_is_jitted_already(self) -> None:
-        step = autopar.parallelize(jax.jit(sgd_step))
-        expected = jax.jit(sgd_step)(make_params(), make_batch())
-        assert_same(step(make_params(), make_batch()), expected)
 
     def test_a_bound_method_and_a_partial(self) -> None:
         class Model:

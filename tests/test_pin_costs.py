@@ -35,7 +35,13 @@ def random_pins(case: Case, seed: int, number: int) -> dict[str, P]:
 
 
 @pytest.mark.parametrize(
-    ("make", "number", "seed"), [(f1, 3, 0), (f1, 3, 1), (f1, 3, 2), (f3, 4, 0)]
+    ("make", "number", "seed"),
+    [
+        (f1, 3, 0),
+        (f1, 3, 1),
+        (f1, 3, 2),
+        pytest.param(f3, 4, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_random_pins_are_kept_and_never_make_a_plan_better(
     make: Any, number: int, seed: int
@@ -62,7 +68,7 @@ def test_random_pins_are_kept_and_never_make_a_plan_better(
                 assert sharding.is_equivalent_to(wanted, len(each.shape))
 
 
-@pytest.mark.parametrize("make", [f1, f3])
+@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
 def test_pinning_the_solvers_own_answer_changes_nothing(make: Any) -> None:
     case = make()
     free = autopar.parallelize(case.step, mesh=MESH).plan(*case.args)

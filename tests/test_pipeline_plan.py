@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ def abstract() -> Any:
     return shapes
 
 
+@cache
+def planned(num_microbatches: int) -> Plan:
+    """On two stages."""
+    method = PipelineParallel(num_stages=2, num_microbatches=num_microbatches)
+    return parallelize(step, method=method).plan(*abstract())
+
+
+@cache
+def pinned() -> Any:
+    """A pipeline whose pins the solver would not choose; one plan and program."""
+    method = PipelineParallel(num_stages=2, num_microbatches=4)
+    pins = {"params[0]": P("y", "x"), "params[3]": P(None, "y")}
+    return parallelize(
+        step, method=method, mesh="x:2;y:2", pins=pins, donate_argnums=()
+    )
+
+
 def test_a_plan_needs_no_devices():
     cluster = Cluster.preset("8x8xH100")
     method = PipelineParallel(num_stages=4, num_microbatches=8)
@@ -60,8 +78,7 @@ def test_a_plan_needs_no_devices():
 
 
 def test_it_shows_stages_transfers_and_the_schedule(capsys: Any):
-    method = PipelineParallel(num_stages=2, num_microbatches=4)
-    plan = parallelize(step, method=method).plan(*abstract())
+    plan = planned(4)
     plan.explain()
     text = capsys.readouterr().out
     assert str(plan).splitlines()[0] == "plan of step, a pipeline, for one step"
@@ -79,14 +96,14 @@ def test_it_shows_stages_transfers_and_the_schedule(capsys: Any):
 
 
 def test_transfers_are_the_sends_of_the_instruction_lists():
-    method = PipelineParallel(num_stages=4, num_microbatches=8)
+    method = PipelineParallel(num_stages=4, num_microbatches=4)
     function: Any = parallelize(step, method=method)
     stages = function.plan(*abstract()).stages
     lowered = function.lower(*abstract())
     program = lowered.step.pipeline.program
     sends = [
         (each.value.slot, each.source, each.target)
-        for list_ in emit(program, one_f_one_b(4, 8))
+        for list_ in emit(program, one_f_one_b(4, 4))
         for each in list_.instructions
         if isinstance(each, Send)
     ]
@@ -100,8 +117,7 @@ def test_transfers_are_the_sends_of_the_instruction_lists():
 
 
 def test_predicted_figures_are_those_of_the_simulated_step():
-    method = PipelineParallel(num_stages=2, num_microbatches=4)
-    plan = parallelize(step, method=method).plan(*abstract())
+    plan = planned(4)
     stages, predicted = plan.stages, plan.predicted
     busiest = max(
         4 * stages.task_seconds(stage, "forward")
@@ -120,14 +136,12 @@ def test_predicted_figures_are_those_of_the_simulated_step():
     # A quarter of the kernels, of 16 KiB each, lies on each stage at least once.
     assert min(stages.peak_bytes) >= 2 * 64 * 64 * 4 / 4
     assert max(stages.peak_bytes) == predicted.peak_bytes
-    more = parallelize(step, method=replace(method, num_microbatches=8))
-    assert more.plan(*abstract()).predicted.bubble_fraction < predicted.bubble_fraction
+    fewer = planned(2).predicted
+    assert predicted.bubble_fraction < fewer.bubble_fraction
 
 
 def test_all_stage_programs_are_audited():
-    method = PipelineParallel(num_stages=2, num_microbatches=4)
-    function: Any = parallelize(step, method=method, mesh="x:2;y:2")
-    compiled = function.lower(*abstract()).compile()
+    compiled = pinned().lower(*abstract()).compile()
     audit = compiled.audit()
     audit.raise_if_wrong()
     assert [name for name, _ in audit.audits] == [
@@ -153,15 +167,13 @@ def test_all_stage_programs_are_audited():
 def test_a_saved_plan_is_loaded_and_run_as_it_is(tmp_path: Path):
     """The plan pins what the solver would not choose, and its runner plans nothing."""
     method = PipelineParallel(num_stages=2, num_microbatches=4)
-    pins = {"params[0]": P("y", "x"), "params[3]": P(None, "y")}
-    pinned = parallelize(step, method=method, mesh="x:2;y:2", pins=pins)
-    plan = pinned.plan(*abstract())
+    plan = pinned().plan(*abstract())
     path = tmp_path / "plan.json"
     plan.save(path)
     loaded = Plan.load(path)
     assert loaded == plan
     params, x = arguments()
-    expected = pinned(jax.tree.map(jnp.copy, params), x)
+    expected = pinned()(params, x)
     got = parallelize(step, plan=loaded)(params, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.sharding == b.sharding
@@ -186,9 +198,8 @@ def test_a_saved_plan_is_loaded_and_run_as_it_is(tmp_path: Path):
 def test_an_edited_plan_that_makes_no_sense_is_refused(
     tmp_path: Path, change: Any, message: str
 ):
-    method = PipelineParallel(num_stages=2, num_microbatches=2)
     path = tmp_path / "plan.json"
-    parallelize(step, method=method).plan(*abstract()).save(path)
+    planned(2).save(path)
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
@@ -198,7 +209,7 @@ def test_an_edited_plan_that_makes_no_sense_is_refused(
 
 def test_a_plan_brings_its_method():
     method = PipelineParallel(num_stages=2, num_microbatches=2)
-    plan = parallelize(step, method=method).plan(*abstract())
+    plan = planned(2)
     for other in (ShardParallel(), replace(method, num_stages=4)):
         with pytest.raises(ValueError, match="leave the method out"):
             parallelize(step, plan=plan, method=other)

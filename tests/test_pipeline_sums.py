@@ -14,7 +14,7 @@ from autopar.methods.methods import PipelineParallel
 from autopar.sharding.spec import is_pending
 from autopar.steps.parallel_plan import Plan
 from tests.rows.running import run_pipeline_as_planned
-from tests.test_pipeline import assert_equal, tied_language_model
+from tests.test_pipeline import tied_language_model
 from tests.test_pipeline_plan import arguments, step
 
 BATCH = 1024  # with so many rows, to reduce gradients is cheaper than activations
@@ -49,7 +49,9 @@ def test_a_step_reduces_as_many_bytes_whatever_the_number_of_microbatches(number
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)]
+)
 def test_parts_of_sums_are_added_up_by_the_update(schedule: Any):
     """Every device holds all of its own part until then, and the plan counts it."""
     function: Any = parallelize(step, method=method(4, schedule))
@@ -68,9 +70,12 @@ def test_parts_of_sums_are_added_up_by_the_update(schedule: Any):
 
 
 def test_a_sum_that_another_stage_reads_is_complete():
-    """Of a tied embedding, whose gradients meet on its first stage."""
+    """Of a tied embedding, whose gradients meet on its first stage.
+
+    Its values are those of test_pipeline.py.
+    """
     fun, state, batch = tied_language_model()
-    function: Any = parallelize(fun, method=method(2), donate_argnums=())
+    function: Any = parallelize(fun, method=method(2))
     lowered = function.lower(state, batch)
     planned = lowered.step.pipeline.planned
     slots = planned.flow.slots
@@ -83,7 +88,6 @@ def test_a_sum_that_another_stage_reads_is_complete():
     assert read_elsewhere
     for name in read_elsewhere:
         assert not is_pending(planned.specs[name, slots[name].stage])
-    assert_equal(lowered.compile()(state, batch), jax.jit(fun)(state, batch))
 
 
 def test_a_plan_file_keeps_the_parts_and_says_of_nothing_else_that_it_owes_a_sum(

@@ -119,7 +119,8 @@ def test_a_model_of_the_checkout_goes_by_its_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = ("--set", "scan_layers=true", "--set", "num_layers=3")
-    assert run("llama", *settings, "--cluster", "8xH100", "--no-compare") == 0
+    asked = ("--cluster", "8xH100", "--mesh", "x:8", "--no-compare")
+    assert run("llama", *settings, *asked) == 0
     printed = capsys.readouterr().out
     assert "[3, 64, 32]" in printed  # the keys of three layers, stacked
 

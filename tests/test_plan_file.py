@@ -157,7 +157,13 @@ def test_a_copy_must_be_made_from_a_spec_that_is_there() -> None:
         read(document)
 
 
-@pytest.mark.parametrize("value", [None, -1, 2.5, True, "x", "", [], [[]], {}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, -1, "x", [[]], {}),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (2.5, True, "", [])),
+    ],
+)
 def test_whatever_one_value_becomes_the_file_is_read_or_refused(value: Any) -> None:
     document = json.loads(TEXT)
     for holder, key in list(_places(document)):

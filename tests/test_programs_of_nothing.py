@@ -65,8 +65,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["x:8", "x:4;y:2"])
-@pytest.mark.parametrize("name", PROGRAMS)
+MESHES = ("x:8", "x:4;y:2")
+ON_MESHES = [
+    pytest.param(name, mesh, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+    for i, name in enumerate(PROGRAMS)
+    for j, mesh in enumerate(MESHES)
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), ON_MESHES)
 def test_it_runs_as_under_jit(name: str, mesh: str) -> None:
     function, args = PROGRAMS[name]
     step = autopar.parallelize(function, mesh=mesh, donate_argnums=())

@@ -21,7 +21,7 @@ from benchmarks.models.workload import Workload
 FAMILIES = ("mlp", "gpt", "llama", "bert", "moe", "vit", "lstm", "resnet", "unet")
 LAYERED = ("gpt", "llama", "bert", "moe", "vit")
 MESHES = ("x:8", "x:2;y:4")
-QUICK = [("mlp", "x:8"), ("mlp", "x:2;y:4")]
+QUICK = [("mlp", "x:2;y:4")]
 # Where a budget binds the search may stop at this distance from its bound.
 SLACK = 1.01
 
@@ -62,6 +62,7 @@ def methods(mesh: str) -> tuple[NamedMethod, ...]:
         autopar.Zero(3, reshard_after_forward=False),
         autopar.Megatron(last),
         autopar.Megatron(last, sequence=True),
+        autopar.LayoutRules("batch:x"),
     )
 
 

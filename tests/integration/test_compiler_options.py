@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
+
+import autopar
 
 SCRIPT = """
 import jax.numpy as jnp
@@ -22,9 +25,13 @@ print(compiled.plan.predicted.peak_bytes, MemoryUse.of(compiled.compiled).device
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "is_as_told"),
-    [("", True), ("--xla_cpu_enable_concurrency_optimized_scheduler=true", False)],
+    [
+        ("", True),
+        ("--xla_cpu_enable_concurrency_optimized_scheduler=true", False),
+    ],
     ids=["none", "the user's"],
 )
 def test_programs_run_in_the_order_that_memory_is_predicted_of(
@@ -41,3 +48,19 @@ def test_programs_run_in_the_order_that_memory_is_predicted_of(
     )
     told, held = map(int, found.stdout.split()[-2:])
     assert (told == pytest.approx(held, rel=0.15)) is is_as_told
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_chosen"),
+    [
+        ("--xla_force_host_platform_device_count=8", True),
+        ("--xla_cpu_enable_concurrency_optimized_scheduler=true", False),
+        ("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_DEFAULT", False),
+    ],
+)
+def test_an_order_that_the_user_names_is_left_alone(
+    flags: str, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    lowered = autopar.parallelize(lambda x: x + 1, mesh="x:8").lower(jnp.ones(8))
+    assert ("xla_cpu_scheduler_type" in lowered.program.compiler_options) is is_chosen

@@ -43,11 +43,6 @@ MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
 }
 # Steps at the usual rates turn rounding errors of these into other states.
 LEARNING_RATES = {"wide-resnet": 1e-3, "unet-3d": 1e-3}
-ON_ONE_MESH = {
-    **dict.fromkeys(("gpt-scan", "t5"), "x:2;y:4"),
-    **dict.fromkeys(("gpt", "bert", "unet"), "x:8"),
-}
-ON_NO_MESH = ("wide-resnet", "unet-3d", "vit", "moe")  # but in `make test-all`
 HAS_DROPOUT = ("gpt", "gpt-scan", "bert")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw_clip")
 BATCH_SIZE_BY_MESH = {"x:8": 16, "x:2;y:4": 2, "x:2;y:2;z:2": 4}
@@ -85,23 +80,11 @@ def every_case() -> Iterator[Case]:
             yield Case(*names, dropout=True)
 
 
-def dealt_cases() -> Sequence[Case]:
-    """Every model on two meshes, on one or none where it takes long to compile.
-
-    The optimizers and dropout are dealt out over them.
-    """
-    cases: list[Case] = []
-    for i, model in enumerate(MODELS):
-        for j, mesh in enumerate(BATCH_SIZE_BY_MESH):
-            one = ON_ONE_MESH.get(model)
-            if model in ON_NO_MESH:
-                continue
-            if mesh != one if one else (i + j) % 3 == 2:
-                continue
-            optimizer = OPTIMIZERS[(i + j) % len(OPTIMIZERS)]
-            dropout = model in HAS_DROPOUT and (i + j) % 2 == 0
-            cases.append(Case(model, mesh, optimizer, dropout=dropout))
-    return cases
+# Of the others, test_varied_steps.py has a Llama, a U-Net and experts that are quick.
+QUICK = (
+    Case("mlp", "x:8", "adafactor", dropout=False),
+    Case("mlp", "x:2;y:4", "sgd", dropout=False),
+)
 
 
 @dataclass(frozen=True)
@@ -207,12 +190,8 @@ def noise_allowance(noise: np.ndarray) -> np.ndarray:
 @pytest.fixture(
     scope="module",
     params=[
-        *dealt_cases(),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in every_case()
-            if case not in dealt_cases()
-        ),
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in every_case()
     ],
     ids=str,
 )

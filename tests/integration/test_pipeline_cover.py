@@ -116,18 +116,12 @@ def cover() -> Iterator[Case]:
 
 
 CASES = tuple(cover())
-QUICK = (
-    "mlp-2x8-zb_h2-full",
-    "mlp-4x4-1f1b-none",
-    "mlp-4x4-zb_h1-none",
-    "mlp-6x2-zb_h1-cheap",
-    "encoder_decoder-3x8-1f1b-cheap",
-)
+QUICK = ("encoder_decoder-3x8-1f1b-cheap",)
 
 
 def test_every_pair_is_met_in_about_sixty_cases() -> None:
     assert 56 <= len(CASES) <= 64
-    assert set(QUICK) <= set(map(str, CASES)) and len(QUICK) == 5
+    assert set(QUICK) <= set(map(str, CASES))
 
 
 @pytest.mark.parametrize(

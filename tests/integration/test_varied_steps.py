@@ -39,11 +39,23 @@ RTOL_BY_PROGRAM = {steps.bf16_mixed: 2e-2}
 MakeProgram = Callable[[], steps.Program]
 
 
+SLOW = (
+    networks.ssm,
+    steps.gan,
+    steps.ppo,
+    steps.clip_loss,
+    steps.ensemble,
+    steps.lora_frozen,
+    steps.muon,
+)
+
+
 def every_case() -> Iterator[Any]:
-    """Every program on every mesh; one mesh of each, dealt in turn, is not slow."""
+    """Every program on every mesh; one mesh of most, dealt in turn, is not slow."""
     for i, program in enumerate(PROGRAMS):
         for j, mesh in enumerate(MESHES):
-            marks = [] if j == i % len(MESHES) else [pytest.mark.slow]
+            is_quick = j == i % len(MESHES) and program not in SLOW
+            marks = [] if is_quick else [pytest.mark.slow]
             yield pytest.param(
                 program, mesh, marks=marks, id=f"{program.__name__}-{mesh}"
             )
@@ -83,14 +95,18 @@ def test_an_unmodified_step_runs_as_on_one_device(
     assert_values_are_those_of_one_device(got, step, args, rtol)
 
 
-def test_microbatches_of_an_unmodified_step() -> None:
-    step, args = networks.llama()
+@pytest.mark.parametrize(
+    "program", [networks.ssm, pytest.param(networks.llama, marks=pytest.mark.slow)]
+)
+def test_microbatches_of_an_unmodified_step(program: MakeProgram) -> None:
+    step, args = program()
     parallel = parallelize(step, mesh="a:2;b:4", num_microbatches=2)
     compiled = parallel.lower(*args).compile()
     compiled.audit().raise_if_wrong()
     assert_values_are_those_of_one_device(compiled(*copies(args)), step, args)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_an_unmodified_step() -> None:
     step, args = networks.llama(num_layers=2)
     method = PipelineParallel(num_stages=2, num_microbatches=2)

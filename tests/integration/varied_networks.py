@@ -11,7 +11,7 @@ from .varied_steps import Program, descend, descent_step, integers, normal, opta
 
 
 def llama(num_layers: int = 1) -> Program:
-    """Rotary positions, grouped-query attention, a gated feed-forward; AdamW."""
+    """Rotary positions, grouped-query attention, a gated feed-forward; momentum."""
     hidden, num_heads, num_groups, head_dim, vocabulary = 64, 8, 2, 8, 96
 
     def layer(seed: int) -> dict[str, jax.Array]:
@@ -72,7 +72,7 @@ def llama(num_layers: int = 1) -> Program:
             logits[:, :-1], tokens[:, 1:]
         ).mean()
 
-    optimizer = optax.adamw(1e-3, eps=1e-4)
+    optimizer = optax.sgd(0.1, momentum=0.9)
     state = params, optimizer.init(params)
     return optax_step(loss, optimizer), (state, integers(3, 8, 16, high=vocabulary))
 
