@@ -202,11 +202,7 @@ class Passing:
         values *= self.weights[node]
         for half in ahead:
             least = half.least_by_class(values) - half.incoming
-            message = least_of(half.matrix + least[:, None], axis=0)
-            lowest = least_of(message)
-            message -= lowest
-            half.mirror.incoming = message
-            gained += lowest
+            half.mirror.incoming = least_of(half.matrix + least[:, None], axis=0)
         return float(gained)
 
     def _round(self, node: int, choices: list[int]) -> int:
