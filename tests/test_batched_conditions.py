@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import autopar
+from tests.marks import slow
 
 
 def halved(row: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -28,9 +29,7 @@ SCALE = jnp.linspace(0.5, 1.5, 32)
     "options",
     [
         {"mesh": "x:2;y:4"},
-        pytest.param(
-            {"mesh": "x:8", "pins": {"rows": "[x, -]"}}, marks=pytest.mark.slow
-        ),
+        slow({"mesh": "x:8", "pins": {"rows": "[x, -]"}}),
         {"mesh": "x:8", "pins": {"rows": "[-, x]"}},
     ],
     ids=str,

@@ -15,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.steps.lowered_step import Lowered
+from tests.marks import slow
 
 Tree = Any
 NUM_EXAMPLES, SIZE = 40, 8
@@ -121,10 +122,7 @@ def test_batches_are_the_examples_in_their_places(
     [
         (3, 0),
         (5, 3),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((0, 0), (0, 3), (3, 3), (5, 0))
-        ),
+        *(slow(*each) for each in ((0, 0), (0, 3), (3, 3), (5, 0))),
     ],
 )
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())

@@ -22,6 +22,7 @@ from autopar.sharding.collective import COLLECTIVE_KINDS
 from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
 from benchmarks.plan_price import plan_seconds
+from tests.marks import slow
 
 QUICK = Effort(
     sizes=(16, 32, 64),
@@ -105,7 +106,7 @@ def graph_of(name: str) -> Any:
     return build_graph(traced, roles_of(traced))
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("lstm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", slow("lstm")])
 def test_a_plan_priced_with_its_own_cluster_costs_what_it_predicts(name: str) -> None:
     graph, cluster = graph_of(name), Cluster.preset("2x4xH100")
     plan = plan_intra_op(graph, MeshShape(("x", "y"), (2, 4)), cluster, gap=0.01).plan

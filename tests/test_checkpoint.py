@@ -19,6 +19,7 @@ import autopar
 from autopar.methods.methods import PipelineParallel
 from autopar.runtime.stored_arrays import StoredArray
 from autopar.state.distributed_array import DistributedArray
+from tests.marks import slow
 
 Tree = Any
 KEY = jax.random.key(0)
@@ -107,11 +108,11 @@ def uninterrupted() -> list[float]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param("data:8", "4 x 2", marks=pytest.mark.slow),
-        pytest.param("data:8", "one device", marks=pytest.mark.slow),
+        slow("data:8", "4 x 2"),
+        slow("data:8", "one device"),
         ("rows and columns", "two stages"),
         ("two stages", "4 x 2"),
-        pytest.param("two stages", "two stages", marks=pytest.mark.slow),
+        slow("two stages", "two stages"),
     ],
 )
 def test_training_goes_on_under_another_plan(

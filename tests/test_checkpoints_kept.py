@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.runtime import checkpoints_kept
+from tests.marks import slow
 
 Tree = Any
 MANIFEST = "autopar_manifest.json"
@@ -278,7 +279,7 @@ with autopar.Checkpoints(sys.argv[1]) as checkpoints:
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param("before the manifest", marks=pytest.mark.slow), "before the rename"],
+    [slow("before the manifest"), "before the rename"],
 )
 def test_a_process_killed_while_writing(moment: str, tmp_path: Path) -> None:
     root = str(Path(__file__).parent.parent)

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 
 CHUNKS, EXAMPLES, TOKENS, WIDTH, WORDS = 2, 8, 4, 16, 24
 
@@ -46,8 +47,8 @@ def step(weights: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any]
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(
-            {"mesh": "x:8", "num_microbatches": 4}, marks=pytest.mark.slow
+        slow(
+            {"mesh": "x:8", "num_microbatches": 4}
         ),  # and in tests/cases/chunked_loss_with_count.py
         {"method": PipelineParallel(num_stages=2, num_microbatches=4)},
     ],

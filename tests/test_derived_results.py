@@ -16,6 +16,7 @@ from autopar.frontend.derived_results import derived_results
 from autopar.frontend.tracing import trace
 from autopar.jax_compat import with_scan_counts
 from autopar.planner.whole_step import roles_of
+from tests.marks import slow
 
 Params = dict[str, jax.Array]
 
@@ -33,10 +34,6 @@ def loss_of(params: Params, x: jax.Array) -> jax.Array:
 
 
 X = jnp.linspace(-1.0, 1.0, 64 * 16).reshape(64, 16)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def state_of(fun: Any, *args: Any) -> set[str]:

@@ -18,6 +18,7 @@ from autopar.pipelines.state_init import PlacedInit, init_programs, made_state
 from autopar.planner.traced_init import trace_init
 from autopar.state.distributed_array import DistributedArray
 from autopar.state.placements import LeafPart
+from tests.marks import slow
 
 Tree = Any
 KEY = jax.random.key(0)
@@ -247,8 +248,8 @@ def loop_over_keys(key: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     "init_fn",
     [
-        pytest.param(one_key, marks=pytest.mark.slow),
-        pytest.param(key_for_each, marks=pytest.mark.slow),
+        slow(one_key),
+        slow(key_for_each),
         loop_over_keys,
     ],
 )

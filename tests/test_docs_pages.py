@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.rules import base
+from tests.marks import slow
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
@@ -89,10 +90,7 @@ def test_every_page_is_tested() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
-        for page in PAGES
-    ],
+    [slow(page) if page in SLOW else page for page in PAGES],
 )
 def test_a_page_runs_and_prints_what_it_shows(
     page: str,

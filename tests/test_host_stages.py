@@ -10,6 +10,7 @@ from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.clusters.ray_hosts import HostGroups, dealt_out
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 from tests.rows.fixtures import tanh_chain
 
 ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
@@ -68,7 +69,7 @@ def test_what_is_dealt_out_is_all_there_is_and_may_be(
 
 @pytest.mark.parametrize(
     ("number", "inside"),
-    [*(pytest.param(n, 4, marks=pytest.mark.slow) for n in (1, 2)), (3, 2)],
+    [*(slow(n, 4) for n in (1, 2)), (3, 2)],
 )
 def test_a_search_finds_what_it_finds_for_one_process(number: int, inside: int) -> None:
     clusters = hosts(number, inside), Cluster.preset(f"{number}x{inside}xCPU")

@@ -19,6 +19,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.traced_function import Roles
 from autopar.rules import base
+from tests.marks import slow
 
 
 def primitive(name: str, function: Callable[..., jax.Array]) -> Primitive:
@@ -87,9 +88,7 @@ def step(weights: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
 
 
-@pytest.mark.parametrize(
-    "more", [pytest.param({}, marks=pytest.mark.slow), {"num_microbatches": 4}], ids=str
-)
+@pytest.mark.parametrize("more", [slow({}), {"num_microbatches": 4}], ids=str)
 def test_in_a_loop_over_layers(more: Any) -> None:
     parallel = autopar.parallelize(step, mesh="x:8", donate_argnums=(), **more)
     with warnings.catch_warnings():

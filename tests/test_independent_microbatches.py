@@ -14,6 +14,7 @@ import pytest
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel, ShardParallel
 from autopar.microbatches.microbatches import BatchCoupledError
+from tests.marks import slow
 from tests.random_arrays import normal
 
 Independent = partial(ShardParallel, microbatch_semantics="independent")
@@ -152,10 +153,6 @@ def balanced_experts_model() -> tuple[Any, Any, Any, Any]:
         {"params": params},
         {"x": normal(2, 32, 16), "y": normal(3, 32, 8)},
     )
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from autopar.pipelines.layer_samples import PLAN_GAP
 from autopar.pipelines.stage_search import StageSearcher
 from autopar.solver.stage_problem import StageProblem
 from benchmarks.models import build
+from tests.marks import slow
 from tests.rows.fixtures import dense_stack
 from tests.solver.stage_counts import best_over
 from tests.test_stage_search import two_hosts
@@ -46,7 +47,7 @@ def operators_of(graph: OpGraph) -> Counter[Any]:
     )
 
 
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("number", [slow(2), 16])
 def test_a_layer_alone_is_the_program_that_the_traced_parts_have(number: int):
     searcher = gpt(num_layers=3)
     quick, slow = searcher.samples(in_place=True), searcher.samples(in_place=False)
@@ -67,7 +68,7 @@ def everywhere(search: JointSearch) -> None:
                     costs.look_at(submesh, number, kind)
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dense", slow("gpt")])
 def test_what_is_found_is_as_fast_as_with_all_layers_planned(name: str):
     searcher = dense(devices_per_host=2) if name == "dense" else gpt(num_microbatches=8)
     search = searcher.search()
@@ -94,9 +95,9 @@ def test_what_is_found_is_as_fast_as_with_all_layers_planned(name: str):
     ("hosts", "is_ascending"),
     [
         (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(4, True, marks=pytest.mark.slow),
-        pytest.param(4, False, marks=pytest.mark.slow),
+        slow(2, False),
+        slow(4, True),
+        slow(4, False),
     ],
 )
 def test_what_is_not_planned_is_not_thought_to_cost_more(

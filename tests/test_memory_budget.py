@@ -27,6 +27,7 @@ from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.solver.assignment import Assignment
 from benchmarks.models import build
+from tests.marks import slow
 from tests.rows.fixtures import Case, dense_stack, random
 from tests.rows.named_plans import graph_of
 from tests.rows.test_fairscale import f2
@@ -115,10 +116,9 @@ def zoo(name: str, **options: Any) -> Case:
     [
         (lambda: zoo("mlp"), "x:8"),
         (layers, "x:2;y:4"),
-        pytest.param(
+        slow(
             lambda: zoo("gpt", scan_layers=True, remat=True),
             "x:2;y:4",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["mlp", "layers", "gpt"],

@@ -28,6 +28,7 @@ from autopar.planner.mesh_shapes import (
 )
 from autopar.planner.questions import Questions
 from autopar.sharding.mesh import MeshShape
+from tests.marks import slow
 from tests.priced_shapes import Planner
 from tests.rows.fixtures import Case
 from tests.rows.named_plans import graph_of
@@ -236,9 +237,7 @@ def test_few_shapes_are_searched_for_plans_within_a_budget() -> None:
     assert found.plan.predicted.step_seconds == min(seconds)
 
 
-@pytest.mark.parametrize(
-    "shape", [(8,), (4, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("shape", [(8,), (4, 2), slow((2, 2, 2))])
 def test_no_plan_goes_below_the_floor(shape: tuple[int, ...]) -> None:
     cluster = Cluster.preset("8xA100")
 

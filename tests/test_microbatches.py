@@ -14,6 +14,7 @@ from autopar.errors import FallbackWarning
 from autopar.microbatches.microbatches import BatchCoupledError
 from autopar.sharding.pin_primitive import pin
 from benchmarks.models import build
+from tests.marks import slow
 
 from .rows.running import run_as_planned
 
@@ -36,7 +37,7 @@ def linear_arguments(batch: int = 64) -> tuple[dict[str, Any], jax.Array]:
 
 @pytest.mark.parametrize(
     "num_microbatches",
-    [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 8))],
+    [4, *(slow(n) for n in (1, 2, 8))],
 )
 def test_mtf_8_gradients_do_not_depend_on_the_number_of_microbatches(num_microbatches):
     weights, x = linear_arguments()

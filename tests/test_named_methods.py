@@ -19,6 +19,7 @@ from autopar.errors import FallbackWarning
 from autopar.methods.named_methods import NamedMethod
 from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
+from tests.marks import slow
 from tests.rows.fixtures import BSH_BYTES, Case, f1, f3, mixture_of_experts, random
 from tests.rows.running import (
     all_reduce_bytes,
@@ -191,9 +192,7 @@ def test_zero_3_gathers_each_layer_in_its_iteration_forward_and_backward() -> No
     assert sum(by_kind.get(("all_reduce", "x"), [])) <= 8
 
 
-@pytest.mark.parametrize(
-    "stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 3))]
-)
+@pytest.mark.parametrize("stage", [2, *(slow(stage) for stage in (1, 3))])
 def test_zero_reduces_once_what_a_loop_over_time_reads_in_every_iteration(
     stage: int,
 ) -> None:

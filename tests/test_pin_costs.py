@@ -13,6 +13,7 @@ import autopar
 from autopar.planner.strategies import tensor_specs
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.spec import to_partition_spec
+from tests.marks import slow
 from tests.rows.fixtures import Case, f1, f3, random
 from tests.rows.named_plans import graph_of
 from tests.rows.running import homes, run_as_planned, traffic
@@ -40,7 +41,7 @@ def random_pins(case: Case, seed: int, number: int) -> dict[str, P]:
         (f1, 3, 0),
         (f1, 3, 1),
         (f1, 3, 2),
-        pytest.param(f3, 4, 0, marks=pytest.mark.slow),
+        slow(f3, 4, 0),
     ],
 )
 def test_random_pins_are_kept_and_never_make_a_plan_better(
@@ -68,7 +69,7 @@ def test_random_pins_are_kept_and_never_make_a_plan_better(
                 assert sharding.is_equivalent_to(wanted, len(each.shape))
 
 
-@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [f1, slow(f3)])
 def test_pinning_the_solvers_own_answer_changes_nothing(make: Any) -> None:
     case = make()
     free = autopar.parallelize(case.step, mesh=MESH).plan(*case.args)

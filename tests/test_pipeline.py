@@ -16,6 +16,7 @@ from autopar.methods.methods import PipelineParallel
 from autopar.microbatches.microbatches import BatchCoupledError
 from benchmarks.models import build
 from tests import random_arrays
+from tests.marks import slow
 
 normal = partial(random_arrays.normal, scale=0.3)
 
@@ -253,15 +254,13 @@ def test_the_number_of_microbatches_is_given_once():
             tied_language_model,
             PipelineParallel(3, 2, stage_meshes=["x:4", "a:2;b:1", "x:2"]),
         ),
-        pytest.param(
+        slow(
             chain,
             PipelineParallel(4, 4, "interleaved", stages_per_submesh=2),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        slow(
             tied_language_model,
             PipelineParallel(2, 4, stage_meshes=["a:2;b:2", "c:4"]),
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["unequal", "interleaved", "other_shapes"],

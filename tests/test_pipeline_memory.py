@@ -16,6 +16,7 @@ import autopar
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
 from tests import random_arrays
+from tests.marks import slow
 
 from .rows.running import run_pipeline_as_planned
 
@@ -81,8 +82,8 @@ def offloaded(optimizer: optax.GradientTransformation, is_scanned: bool) -> Any:
     ("optimizer", "is_scanned"),
     [
         (ADAM, False),
-        pytest.param(CLIPPED, False, marks=pytest.mark.slow),
-        pytest.param(ADAM, True, marks=pytest.mark.slow),
+        slow(CLIPPED, False),
+        slow(ADAM, True),
     ],
     ids=["adam", "clipped", "scanned"],
 )
@@ -145,7 +146,7 @@ def test_a_plan_file_says_what_the_host_keeps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "zb_h2"))],
+    ["1f1b", *(slow(s) for s in ("gpipe", "zb_h2"))],
 )
 def test_a_stage_that_holds_too_much_is_named(schedule: Any) -> None:
     fun, args = deep(4096, num_layers=4)

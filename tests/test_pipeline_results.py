@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 
 from .test_pipeline import assert_equal, chain, normal
 
@@ -26,7 +27,7 @@ def evaluation(params: Any, x: jax.Array) -> Any:
     "method",
     [
         PipelineParallel(2, 4),
-        pytest.param(PipelineParallel(4, 2, "gpipe"), marks=pytest.mark.slow),
+        slow(PipelineParallel(4, 2, "gpipe")),
     ],
 )
 def test_a_step_without_gradients_runs_forward_only(method: Any):
@@ -72,9 +73,7 @@ def test_a_train_step_may_return_values_for_each_example():
     assert_equal(parallel(params, x), expected)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("schedule", ["1f1b", slow("zb_h1")])
 def test_a_gradient_of_the_input_makes_the_input_state(schedule: Any):
     """Work on state is done for the whole batch, and a microbatch slices residuals.
 

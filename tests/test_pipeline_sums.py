@@ -13,6 +13,7 @@ from autopar.errors import PlanFileError
 from autopar.methods.methods import PipelineParallel
 from autopar.sharding.spec import is_pending
 from autopar.steps.parallel_plan import Plan
+from tests.marks import slow
 from tests.rows.running import run_pipeline_as_planned
 from tests.test_pipeline import tied_language_model
 from tests.test_pipeline_plan import arguments, step
@@ -49,9 +50,7 @@ def test_a_step_reduces_as_many_bytes_whatever_the_number_of_microbatches(number
     )
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("schedule", ["1f1b", slow("zb_h1")])
 def test_parts_of_sums_are_added_up_by_the_update(schedule: Any):
     """Every device holds all of its own part until then, and the plan counts it."""
     function: Any = parallelize(step, method=method(4, schedule))

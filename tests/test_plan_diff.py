@@ -14,6 +14,7 @@ import autopar
 from autopar.cli import main
 from autopar.plans.plan_diff import PlanDiff
 from autopar.steps.parallel_plan import Plan
+from tests.marks import slow
 from tests.rows.fixtures import Case, f1, f3, f6
 from tests.test_pin_costs import random_pins
 from tests.tiny_plans import make_plan
@@ -68,7 +69,7 @@ def assert_complete(diff: PlanDiff) -> None:
     [
         (f1, 0),
         (f1, 1),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((f1, 2), (f3, 0))),
+        *(slow(*c) for c in ((f1, 2), (f3, 0))),
     ],
 )
 def test_what_is_listed_adds_up_to_what_the_totals_change_by(

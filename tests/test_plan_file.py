@@ -19,6 +19,7 @@ from autopar.errors import PlanFileError
 from autopar.plans.plan_file import from_json, read_plan, to_json
 from autopar.sharding.mesh import MeshShape
 from autopar.steps.parallel_plan import Plan
+from tests.marks import slow
 from tests.rows.fixtures import f6
 from tests.tiny_plans import make_plan
 
@@ -161,7 +162,7 @@ def test_a_copy_must_be_made_from_a_spec_that_is_there() -> None:
     "value",
     [
         *(None, -1, "x", [[]], {}),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (2.5, True, "", [])),
+        *(slow(each) for each in (2.5, True, "", [])),
     ],
 )
 def test_whatever_one_value_becomes_the_file_is_read_or_refused(value: Any) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from tests import random_arrays
+from tests.marks import slow
 
 normal = partial(random_arrays.normal, scale=0.3)
 
@@ -71,7 +72,7 @@ def assert_close(got: Any, expected: Any) -> None:
     [
         permuted,
         centred,
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (mixed, scaled)),
+        *(slow(m) for m in (mixed, scaled)),
     ],
 )
 def test_values_are_those_of_the_whole_batch(mix: Any) -> None:

@@ -1,7 +1,7 @@
 """What the backward pass makes again: the same values with less memory."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +17,12 @@ from autopar.lowering.memory_use import MemoryUse
 from autopar.option_values import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes
 from autopar.steps.lowered_step import Compiled, Lowered
+from tests.marks import slow
 from tests.residuals import residual_bytes
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_as_planned
 
 WIDTH, NUM_LAYERS = 32, 6
-slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def one_device() -> Mesh:

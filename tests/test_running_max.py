@@ -1,6 +1,5 @@
 """Maxima over examples, made in a scan over layers, are those of the whole batch."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +11,8 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel, ShardParallel
 from autopar.microbatches.extremes import start_of
 from autopar.sharding.spec import MAX, MIN
+from tests.marks import slow
 
-slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 INDEPENDENT = {"num_microbatches": 4, "microbatch_semantics": "independent"}
 
 

@@ -16,6 +16,7 @@ from autopar.methods.methods import PipelineParallel
 from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import build
 from tests import random_arrays
+from tests.marks import slow
 
 normal = partial(random_arrays.normal, scale=0.3)
 
@@ -236,12 +237,11 @@ def of_single_devices(num_stages: int, num_microbatches: int) -> PipelineParalle
 
 
 GPT = [
-    pytest.param(dict(num_layers=3, tied=False), 2, (2, 1), marks=pytest.mark.slow),
-    pytest.param(
+    slow(dict(num_layers=3, tied=False), 2, (2, 1)),
+    slow(
         dict(num_layers=4, tied=True, remat=True),
         4,
         (1, 1, 1, 1),
-        marks=pytest.mark.slow,
     ),
 ]
 
@@ -299,7 +299,7 @@ def test_any_scan_over_layers_is_cut(
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "lengths"),
     [
-        pytest.param(10, 4, (2, 3, 3, 2), marks=pytest.mark.slow),
+        slow(10, 4, (2, 3, 3, 2)),
         (2, 4, (1, 1)),
         (4, 3, (1, 2, 1)),
     ],
@@ -324,7 +324,7 @@ def test_chunks_share_out_the_forward_flops(
     "make",
     [
         casts_outside_of_the_scan,
-        pytest.param(remat_and_casts_inside, marks=pytest.mark.slow),
+        slow(remat_and_casts_inside),
     ],
 )
 def test_cutting_changes_no_value_of_low_precision(make: Callable[[], Case]):

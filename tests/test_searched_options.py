@@ -11,6 +11,7 @@ from autopar.clusters.cluster import Cluster
 from autopar.costs import memory
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 from tests.rows.fixtures import dense_stack
 from tests.test_pipeline_memory import ADAM, deep, trained
 from tests.test_stage_search import two_hosts
@@ -32,10 +33,8 @@ def planned(step: Any, args: Any, **asked: Any) -> Any:
     ("stages", "asked"),
     [
         (None, {"rules": "batch:y"}),
-        pytest.param(3, {"rules": "batch:x"}, marks=pytest.mark.slow),
-        pytest.param(
-            3, {"rules": "batch:rows", "mesh": "rows:-1"}, marks=pytest.mark.slow
-        ),
+        slow(3, {"rules": "batch:x"}),
+        slow(3, {"rules": "batch:rows", "mesh": "rows:-1"}),
     ],
 )
 def test_rules_hold_on_submeshes_that_are_searched(stages: int | None, asked: Any):

@@ -1,6 +1,5 @@
 """State that several stages read, or that one reads and another updates."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +9,9 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 from tests.rows.fixtures import random
 from tests.rows.running import run_pipeline_as_planned
-
-slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:

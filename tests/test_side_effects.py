@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +9,9 @@ import pytest
 from jax.experimental import io_callback
 
 import autopar
+from tests.marks import slow
 from tests.rules.strategy_oracle import random_array
 
-slow: Any = partial(pytest.param, marks=pytest.mark.slow)
 MESHES = ["x:8", "x:2;y:4"]
 X = random_array(8, 16)
 W = random_array(16, 8, seed=1)

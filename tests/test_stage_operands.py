@@ -18,6 +18,7 @@ from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.cut_programs import CutProgram, check_operands
 from autopar.pipelines.step_parts import graph_of
 from tests import random_arrays
+from tests.marks import slow
 
 normal = partial(random_arrays.normal, scale=0.3)
 
@@ -59,7 +60,7 @@ def test_constants_of_inner_calls_are_not_those_of_the_step():
     assert_like_jit(descent(loss), params, normal(4, 4, WIDTH))
 
 
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("reverse", [slow(False), True])
 def test_states_of_two_scans_over_time_meet(reverse: bool):
     """Both are cut by length, as they read position embeddings, and not alike."""
 

@@ -9,6 +9,7 @@ import pytest
 from autopar.api import parallelize
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 from tests.rows.fixtures import dense_stack, random
 
 
@@ -23,9 +24,7 @@ def test_three_stages_share_out_eight_devices():
     assert sum(stages.stage_products) == 3
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb_h1"]
-)
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "zb_h1"])
 def test_a_schedule_is_kept(schedule: str):
     case = dense_stack(64, 32, num_layers=5)
     step = parallelize(case.step, method=PipelineParallel(5, schedule=schedule))

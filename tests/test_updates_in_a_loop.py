@@ -11,6 +11,7 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 
 NUM_UPDATES = 2
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -80,9 +81,7 @@ def check(step: Any, fun: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "fun", [pytest.param(epochs, marks=pytest.mark.slow), with_mean]
-)
+@pytest.mark.parametrize("fun", [slow(epochs), with_mean])
 def test_microbatches_are_those_of_each_update(fun: Callable[..., Any]) -> None:
     step = parallelize(fun, mesh="x:8", num_microbatches=4, donate_argnums=())
     check(step, fun)
@@ -95,7 +94,7 @@ def test_microbatches_are_those_of_each_update(fun: Callable[..., Any]) -> None:
     assert rows == {4}
 
 
-@pytest.mark.parametrize("fun", [pytest.param(updates, marks=pytest.mark.slow), epochs])
+@pytest.mark.parametrize("fun", [slow(updates), epochs])
 def test_stages_run_once_an_update(fun: Any) -> None:
     check(parallelize(fun, method=STAGES, donate_argnums=()), fun)
 

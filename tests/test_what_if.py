@@ -15,6 +15,7 @@ import autopar
 from autopar.plans.plan_file import from_json, to_json
 from autopar.sharding.spec import to_partition_spec
 from autopar.steps.parallel_plan import Plan
+from tests.marks import slow
 from tests.rows.fixtures import Case, f1, f3, random, tanh_chain
 from tests.rows.running import homes
 from tests.test_pin_costs import random_pins
@@ -33,7 +34,7 @@ def free_plan(make: Callable[[], Case]) -> Plan:
 
 @pytest.mark.parametrize(
     ("make", "seed"),
-    [(f1, 0), (f1, 1), (f1, 2), pytest.param(f3, 0, marks=pytest.mark.slow)],
+    [(f1, 0), (f1, 1), (f1, 2), slow(f3, 0)],
 )
 def test_it_is_the_plan_that_planning_with_the_pins_makes(make: Any, seed: int) -> None:
     case = make()
@@ -125,7 +126,7 @@ def test_what_it_gives_runs() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [f1, slow(f3)])
 def test_what_the_plan_has_already_costs_nothing_and_is_not_solved(make: Any) -> None:
     """Which a search that stops at a gap of 1% could not say."""
     plan = free_plan(make)
@@ -136,7 +137,7 @@ def test_what_the_plan_has_already_costs_nothing_and_is_not_solved(make: Any) ->
     assert homes(asked.what_if({"x": P()}))[state.path] == state.spec
 
 
-@pytest.mark.parametrize("make", [f1, pytest.param(f3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [f1, slow(f3)])
 def test_it_stops_at_the_gap_that_it_is_given(make: Any) -> None:
     plan, pins = free_plan(make), random_pins(make(), 1, 4)
     exact = plan.what_if(pins, gap=1e-4).predicted

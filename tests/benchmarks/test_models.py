@@ -16,6 +16,7 @@ from benchmarks.models import Workload, build, gpt, llama, moe, names, vit
 from benchmarks.models.optimizers import optimizer_names
 from benchmarks.models.workload import Model
 from benchmarks.suites import TABLES as FOLDER
+from tests.marks import slow
 
 FAMILIES = (
     *("mlp", "gpt", "llama", "bert", "t5", "moe", "lstm", "vit", "resnet", "unet"),
@@ -28,11 +29,6 @@ QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-
-
-def slow(*values: Any) -> Any:
-    """A case that runs in `make test-all` only."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from benchmarks.published.systems import candidates, system_of
 from benchmarks.published.table import read_rows
 from benchmarks.published.work import Execution, Layout, Transformer
 from benchmarks.suites import TABLES
+from tests.marks import slow
 
 GPT, MOE = TABLES / "alpa_osdi22_gpt.csv", TABLES / "alpa_osdi22_moe.csv"
 RESNET = TABLES / "held_out" / "alpa_osdi22_wide_resnet.csv"
@@ -164,7 +165,7 @@ def stages(
 
 @pytest.mark.parametrize("sent", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("forward", [(1, 1, 1, 1), (1, 2, 1), (1.5, 1, 1, 1, 0.5)])
-@pytest.mark.parametrize("microbatches", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("microbatches", [8, slow(32)])
 def test_the_formula_is_near_the_schedule(
     forward: Sequence[float], sent: float, microbatches: int
 ) -> None:

@@ -16,6 +16,7 @@ from benchmarks.models import Workload, build
 from benchmarks.result_page import page
 from benchmarks.results import Machine, ResultFile
 from benchmarks.step_time import BASELINES, Program, programs
+from tests.marks import slow
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -24,10 +25,6 @@ SMALL: dict[str, Any] = {
     "seq_len": 16,
     "batch_size": 8,
 }
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @cache

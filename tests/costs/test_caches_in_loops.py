@@ -11,6 +11,7 @@ from jax import lax
 
 import autopar
 from autopar.lowering.memory_use import MemoryUse
+from tests.marks import slow
 
 Cache = dict[str, jax.Array]
 Results = tuple[Any, Cache]
@@ -99,7 +100,7 @@ STEPS = (
     [
         *((*each, "auto") for each in STEPS),
         (*STEPS[0], (1,)),
-        *(pytest.param(*each, (1,), marks=pytest.mark.slow) for each in STEPS[1:]),
+        *(slow(*each, (1,)) for each in STEPS[1:]),
     ],
 )
 def test_a_cache_is_told_as_often_as_it_lies_there(

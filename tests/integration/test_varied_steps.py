@@ -10,6 +10,7 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
+from tests.marks import slow
 
 from . import varied_networks as networks
 from . import varied_steps as steps
@@ -95,9 +96,7 @@ def test_an_unmodified_step_runs_as_on_one_device(
     assert_values_are_those_of_one_device(got, step, args, rtol)
 
 
-@pytest.mark.parametrize(
-    "program", [networks.ssm, pytest.param(networks.llama, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("program", [networks.ssm, slow(networks.llama)])
 def test_microbatches_of_an_unmodified_step(program: MakeProgram) -> None:
     step, args = program()
     parallel = parallelize(step, mesh="a:2;b:4", num_microbatches=2)

@@ -15,6 +15,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.attention_trace import with_attention
 from autopar.planner.whole_step import roles_of
+from tests.marks import slow
 from tests.rows.fixtures import random
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -123,11 +124,7 @@ def found_in(function: Callable[..., Any], arguments: list[jax.Array]) -> Any:
         ("plain", 1),
         ("jax.nn", 1),
         *((name, 2) for name in ATTENTIONS),
-        *(
-            pytest.param(name, 1, marks=pytest.mark.slow)
-            for name in ATTENTIONS
-            if name not in ("plain", "jax.nn")
-        ),
+        *(slow(name, 1) for name in ATTENTIONS if name not in ("plain", "jax.nn")),
     ],
 )
 def test_attention_as_one_operator_is_the_same(name: str, batch: int) -> None:

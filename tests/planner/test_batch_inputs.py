@@ -13,6 +13,7 @@ import autopar
 from autopar.frontend.tracing import trace
 from autopar.planner.whole_step import roles_of
 from tests import random_arrays
+from tests.marks import slow
 
 from ..rows.running import run_as_planned, run_pipeline_as_planned
 
@@ -266,7 +267,7 @@ def test_the_batch_is_what_losses_are_summed_over(
     assert sorted(names) == expected.split()
 
 
-@pytest.mark.parametrize("size", [20, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [20, slow(24)])
 def test_batches_of_unlike_sizes_are_cut_alike(size: int) -> None:
     batch = normal(7, 8, 8), normal(8, 8, 4), normal(9, size, 8)
     step = autopar.parallelize(joined, mesh="x:8", num_microbatches=4)

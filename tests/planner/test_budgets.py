@@ -19,12 +19,11 @@ from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import IntraOpSolution
 from autopar.planner.whole_step import roles_of
 from benchmarks.models import build
+from tests.marks import slow
 from tests.planner.tiny_steps import MESH, free, graph, workload
 
 GAP = 1e-4
-models = pytest.mark.parametrize(
-    "model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)]
-)
+models = pytest.mark.parametrize("model", ["mlp", slow("gpt")])
 
 
 def planner(graph: OpGraph) -> BudgetPlanner:
@@ -41,7 +40,7 @@ within = cache(solved_within)
 
 
 @models
-@pytest.mark.parametrize("fraction", [pytest.param(0.85, marks=pytest.mark.slow), 0.75])
+@pytest.mark.parametrize("fraction", [slow(0.85), 0.75])
 def test_a_binding_budget_is_met_with_the_gap_to_the_bound_of_all_plans(
     model: str, fraction: float
 ) -> None:
@@ -216,7 +215,7 @@ def test_what_no_plan_can_hold_is_refused_without_a_search(
 
 @pytest.mark.parametrize(
     "model",
-    ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "moe", "unet"))],
+    ["mlp", *(slow(n) for n in ("gpt", "moe", "unet"))],
 )
 def test_no_plan_holds_less_than_the_bound_that_refuses(model: str) -> None:
     workload = build(model)

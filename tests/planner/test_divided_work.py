@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from tests.marks import slow
 
 
 def step(params: jax.Array, x: jax.Array) -> jax.Array:
@@ -50,9 +51,7 @@ def test_one_that_divides_the_step_is_not(devices: int, examples: int) -> None:
         assert planned(devices, examples).predicted.split_flops_fraction == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["1x12xA100", pytest.param("2x6xA100", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["1x12xA100", slow("2x6xA100")])
 def test_a_budget_that_the_cheapest_plan_keeps_to_leaves_it(name: str) -> None:
     """The first shapes of 12 devices divide the parameters by 4, or not at all."""
 

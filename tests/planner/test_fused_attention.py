@@ -22,6 +22,7 @@ from autopar.attention.rule import (
 from autopar.errors import FallbackWarning
 from autopar.lowering.exported_program import export_program
 from autopar.planner.attention_trace import with_fused_attention
+from tests.marks import slow
 from tests.planner.test_attention_finder import (
     Attention,
     causal,
@@ -73,10 +74,10 @@ def fused(written: Attention, **given: Any) -> Any:
 @pytest.mark.parametrize(
     ("attention", "kv_heads"),
     [
-        pytest.param(softmax_attention(), HEADS, marks=pytest.mark.slow),
-        pytest.param(softmax_attention(causal), HEADS, marks=pytest.mark.slow),
+        slow(softmax_attention(), HEADS),
+        slow(softmax_attention(causal), HEADS),
         (jax.checkpoint(softmax_attention(causal)), HEADS),
-        pytest.param(built_in(is_causal=True), 2, marks=pytest.mark.slow),
+        slow(built_in(is_causal=True), 2),
         (built_in(is_causal=True, local_window_size=(4, 0)), 2),
     ],
 )
@@ -196,7 +197,7 @@ def kernels_of_tpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "given",
     [
         {},
-        pytest.param({"is_causal": True}, marks=pytest.mark.slow),
+        slow({"is_causal": True}),
         {"is_causal": True, "local_window_size": (9, 0)},
     ],
 )

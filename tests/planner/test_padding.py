@@ -19,6 +19,7 @@ from autopar.graph.build_graph import build_graph
 from autopar.planner.whole_step import roles_of
 from autopar.transforms.padded_trace import with_padding
 from tests.like_jit import assert_same, make_batch, make_params, sgd_step
+from tests.marks import slow
 from tests.rows.fixtures import random, sgd
 
 Step = Callable[..., Any]
@@ -143,9 +144,7 @@ def convolution(kernel: jax.Array, images: jax.Array) -> jax.Array:
     return kernel - jax.grad(loss)(kernel)
 
 
-@pytest.mark.parametrize(
-    ("size", "devices"), [(13, 3), pytest.param(30, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("size", "devices"), [(13, 3), slow(30, 8)])
 @pytest.mark.parametrize(
     ("step", "args", "leaves"),
     [

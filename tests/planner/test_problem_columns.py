@@ -18,9 +18,10 @@ from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import parse_mesh
 from autopar.solver.choice_graph import ChoiceGraph, TypedEdges, TypedNodes
 from benchmarks.models import build
+from tests.marks import slow
 from tests.solver.valid_graph import assert_valid
 
-STEPS = ("gpt", "gpt, scan", pytest.param("gpt, remat", marks=pytest.mark.slow))
+STEPS = ("gpt", "gpt, scan", slow("gpt, remat"))
 
 
 @lru_cache

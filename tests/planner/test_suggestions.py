@@ -23,6 +23,7 @@ from autopar.planner.whole_step import roles_of
 from autopar.plans.plan import ShardingPlan
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
+from tests.marks import slow
 from tests.planner import deep_step
 
 
@@ -34,7 +35,7 @@ def graph_of(model: str, **options: Any) -> OpGraph:
 
 @pytest.mark.parametrize(
     "model",
-    ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "moe", "unet"))],
+    ["mlp", *(slow(n) for n in ("gpt", "moe", "unet"))],
 )
 def test_few_plans_hold_less_than_an_even_share(model: str) -> None:
     graph = graph_of(model)

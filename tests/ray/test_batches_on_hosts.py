@@ -16,6 +16,7 @@ from autopar.clusters.cluster import Cluster
 from autopar.errors import WorkerError
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import workers_of
+from tests.marks import slow
 
 NUM_EXAMPLES, SIZE, WIDTH = 64, 16, 8
 BATCH = {
@@ -117,7 +118,7 @@ def wait_for_death_of_one(processes: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("seed", [slow(None), 5])
 def test_each_example_is_read_once_by_who_holds_it(
     ray_cluster: Cluster, tmp_path: Path, seed: int | None
 ):

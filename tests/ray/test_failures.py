@@ -20,6 +20,7 @@ from autopar.runtime import ray_workers
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import Workers, workers_of
 from benchmarks.models import build
+from tests.marks import slow
 from tests.ray.on_workers import put_in_place_of
 from tests.ray.trainings import Training
 
@@ -96,7 +97,7 @@ def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
     assert np.isfinite(metrics["loss"]), "new workers start"
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_a_dead_worker_is_reported_by_rank_within_seconds(
     pipeline: Pipeline, rank: int
 ):

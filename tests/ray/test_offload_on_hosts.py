@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
+from tests.marks import slow
 
 BATCH, WIDTH, NUM_LAYERS = 16, 16, 2
 OFFLOADING = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -21,7 +22,6 @@ OFFLOADING = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
-SLOW = pytest.mark.slow
 TWO_STAGES = PipelineParallel(num_stages=2, num_microbatches=2)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
@@ -73,8 +73,8 @@ def assert_close(got: Any, expected: Any) -> None:
     ("method", "mesh", "offload"),
     [
         (ShardParallel(), "data:2;model:4", "optimizer_state"),
-        pytest.param(ShardParallel(), "data:2;model:4", "state", marks=SLOW),
-        pytest.param(TWO_STAGES, "x:4", "optimizer_state", marks=SLOW),
+        slow(ShardParallel(), "data:2;model:4", "state"),
+        slow(TWO_STAGES, "x:4", "optimizer_state"),
         (TWO_STAGES, "x:4", "state"),
     ],
     ids=["whole-optimizer", "whole-state", "stages-optimizer", "stages-state"],

@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.methods.methods import Method, ShardParallel
 from benchmarks.models import Workload
+from tests.marks import slow
 from tests.ray.on_workers import traffic_of
 from tests.ray.trainings import TWO_STAGES, Training
 
@@ -41,7 +42,7 @@ def losses(step: Any, state: Any, workload: Workload, numbers: range) -> list[fl
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(ShardParallel(), marks=pytest.mark.slow), TWO_STAGES],
+    [slow(ShardParallel()), TWO_STAGES],
     ids=["one program", "two stages"],
 )
 def test_a_state_is_saved_and_goes_on_under_either_plan(

@@ -15,12 +15,13 @@ from autopar.clusters.cluster import Cluster
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 from autopar.runtime.ray_steps import METRIC_BYTES
 from autopar.state.distributed_array import DistributedArray
+from tests.marks import slow
 from tests.ray.on_workers import kept_by, traffic_of
 from tests.ray.trainings import FORMS, MODELS, TWO_STAGES, Training, assert_close
 
 
 @FORMS
-@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["mlp", slow("gpt")])
 def test_the_whole_state_equals_the_full_batch_step(
     trainings: Any, model: str, method: Method
 ):

@@ -16,6 +16,7 @@ from autopar.errors import HostLostError
 from autopar.methods.methods import Method, ShardParallel
 from autopar.runtime.ray_local import LocalHosts
 from autopar.state.distributed_array import DistributedArray
+from tests.marks import slow
 from tests.ray.trainings import MODELS, TWO_STAGES, Training, assert_close
 
 AHEAD = 2
@@ -46,7 +47,7 @@ class Ahead(Training):
 
 @pytest.fixture(
     scope="module",
-    params=[ShardParallel(), pytest.param(TWO_STAGES, marks=pytest.mark.slow)],
+    params=[ShardParallel(), slow(TWO_STAGES)],
     ids=["one program", "two stages"],
 )
 def ahead(request: pytest.FixtureRequest, ray_hosts: LocalHosts) -> Iterator[Ahead]:

@@ -18,6 +18,7 @@ from autopar.runtime.ray_steps import METRIC_BYTES
 from autopar.runtime.ray_workers import Workers
 from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import Workload, build
+from tests.marks import slow
 from tests.ray.on_workers import put_in_place_of, traffic_of
 from tests.ray.trainings import assert_close
 
@@ -115,7 +116,7 @@ def test_stages_have_unequal_numbers_of_hosts(
 @pytest.mark.parametrize(
     ("sizes", "hosts"),
     [
-        pytest.param((2, 2, 2, 2), (0, 0, 1, 1), marks=SLOW),
+        slow((2, 2, 2, 2), (0, 0, 1, 1)),
         ((3, 1, 4), (0, 0, 1)),
     ],
     ids=["equal", "unequal"],

@@ -20,6 +20,7 @@ from autopar.sharding.spec import REPLICATED
 from autopar.steps.execution import held_by_submesh
 from autopar.steps.parallel_plan import Plan
 from autopar.steps.step_origin import PipelineOrigin
+from tests.marks import slow
 from tests.report.steps import arguments, step
 from tests.tiny_plans import format_plan, make_plan
 
@@ -136,9 +137,7 @@ def test_memory_of_each_submesh_peaks_where_the_plan_says(pipeline: Plan) -> Non
     assert [[str(each.task) for each in tasks] for tasks in held] == rows
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "zb_h1"]
-)
+@pytest.mark.parametrize("schedule", ["1f1b", slow("gpipe"), "zb_h1"])
 def test_the_timeline_ends_with_the_predicted_step(schedule: str) -> None:
     method = autopar.PipelineParallel(4, 4, schedule)
     plan = autopar.parallelize(step, mesh="x:2", method=method).plan(*arguments())

@@ -11,6 +11,7 @@ import pytest
 from jax import nn
 
 from autopar.rules.base import rule_of
+from tests.marks import slow
 from tests.rules.strategy_oracle import (
     check_every_strategy,
     operators_of,
@@ -111,8 +112,8 @@ def test_optimizers_have_rules(name: str) -> None:
     "function",
     [
         layer_norm,
-        pytest.param(attention, marks=pytest.mark.slow),
-        pytest.param(cross_entropy, marks=pytest.mark.slow),
+        slow(attention),
+        slow(cross_entropy),
     ],
 )
 def test_functions_are_right_under_sampled_strategies(function: Callable) -> None:

@@ -13,6 +13,7 @@ from jax.extend.core import primitives
 from autopar.graph.op_graph import Constant
 from autopar.rules.elementwise import NARY, UNARY
 from autopar.sharding.spec import REPLICATED, SUM
+from tests.marks import slow
 from tests.rules.strategy_oracle import (
     MESH_2X2X2,
     MESH_2X4,
@@ -59,9 +60,7 @@ def apply_all(functions: tuple[Callable, ...]) -> Callable:
     return lambda *args: [function(*args) for function in functions]
 
 
-@pytest.mark.parametrize(
-    "shape", [(4, 6), pytest.param((1, 8), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("shape", [(4, 6), slow((1, 8))])
 def test_every_unary(shape: tuple[int, ...]) -> None:
     check_every_strategy(apply_all(FLOAT_UNARY), random_array(*shape), max_strategies=4)
     check_every_strategy(
@@ -73,7 +72,7 @@ def test_every_unary(shape: tuple[int, ...]) -> None:
     ("left", "right"),
     [
         ((4, 6), (4, 6)),
-        pytest.param((3, 1, 8), (3, 1, 8), marks=pytest.mark.slow),
+        slow((3, 1, 8), (3, 1, 8)),
         ((), ()),
     ],
 )

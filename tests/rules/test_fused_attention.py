@@ -18,6 +18,7 @@ from autopar.graph.op_graph import Operator
 from autopar.lowering.exported_program import export_program
 from autopar.planner.whole_step import roles_of
 from autopar.rules.base import factors_of
+from tests.marks import slow
 
 BATCH, SEQ, HEADS, DEPTH = 8, 32, 8, 16
 
@@ -87,11 +88,11 @@ CASES: Any = {
 @pytest.mark.parametrize(
     ("name", "pinned", "factor"),
     [
-        pytest.param("one head", "[-, n, -, -]", "t", marks=pytest.mark.slow),
-        pytest.param("causal", "[-, -, n, -]", "h", marks=pytest.mark.slow),
+        slow("one head", "[-, n, -, -]", "t"),
+        slow("causal", "[-, -, n, -]", "h"),
         ("grouped heads", "[n, -, -, -]", "b"),
         ("window", "[-, -, n, -]", "h"),
-        pytest.param("bias", "[n, -, -, -]", "b", marks=pytest.mark.slow),
+        slow("bias", "[n, -, -, -]", "b"),
         ("bias", "[-, -, n, -]", "h"),
         ("one head, bias", "[-, n, -, -]", "t"),
         ("lengths", "[n, -, -, -]", "b"),

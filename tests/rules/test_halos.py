@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from autopar.rules.base import factors_of
+from tests.marks import slow
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     MESH_8,
@@ -44,7 +45,7 @@ def both_gradients(convolve: Any, left: np.ndarray, right: np.ndarray) -> Any:
         (5, 2, [(4, 0)], 1, 1),
         (5, 1, [(-1, 5)], 1, 1),
         *(
-            pytest.param(*each, 1, marks=pytest.mark.slow)
+            slow(*each, 1)
             for each in (
                 (3, 1, "SAME", 1),
                 (5, 1, "SAME", 1),
@@ -82,11 +83,11 @@ def test_a_dim_of_a_convolution_and_of_its_gradients(
     ("window", "stride", "padding"),
     [
         (3, 2, "SAME"),
-        pytest.param(3, 1, "SAME", marks=pytest.mark.slow),
-        pytest.param(2, 2, "VALID", marks=pytest.mark.slow),
-        pytest.param(4, 2, [(1, 1)], marks=pytest.mark.slow),
+        slow(3, 1, "SAME"),
+        slow(2, 2, "VALID"),
+        slow(4, 2, [(1, 1)]),
         (2, 4, "VALID"),
-        pytest.param(5, 2, [(2, 1)], marks=pytest.mark.slow),
+        slow(5, 2, [(2, 1)]),
     ],
     ids=str,
 )

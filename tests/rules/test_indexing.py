@@ -12,6 +12,7 @@ from jax.lax import GatherScatterMode
 
 from autopar.rules import gather, scatter  # noqa: F401
 from autopar.sharding.spec import MAX, REPLICATED, SUM
+from tests.marks import slow
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     MESH_8,
@@ -87,7 +88,7 @@ def test_embedding_and_its_gradient() -> None:
         *((mode, "float32") for mode in MODES),
         *(("fill", dtype) for dtype in ("bfloat16", "int32", "uint8")),
         *(
-            pytest.param(mode, dtype, marks=pytest.mark.slow)
+            slow(mode, dtype)
             for mode in ("clip", "promise_in_bounds")
             for dtype in ("bfloat16", "int32", "uint8")
         ),
@@ -221,10 +222,7 @@ def test_booleans_and_keys_are_not_summed() -> None:
     [
         *(("drop", method) for method in ("set", "add", "multiply", "min", "max")),
         *(("clip", method) for method in ("set", "add")),
-        *(
-            pytest.param("clip", method, marks=pytest.mark.slow)
-            for method in ("multiply", "min", "max")
-        ),
+        *(slow("clip", method) for method in ("multiply", "min", "max")),
     ],
 )
 def test_scatters(method: str, mode: str) -> None:

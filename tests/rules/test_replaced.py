@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.sharding.spec import REPLICATED
+from tests.marks import slow
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     MESH_8,
@@ -66,7 +67,7 @@ def test_tokens_in_a_buffer_of_experts(mesh: object) -> None:
     [
         *(("drop", dtype) for dtype in DTYPES),
         ("clip", "bfloat16"),
-        *(pytest.param("clip", d, marks=pytest.mark.slow) for d in DTYPES[1:]),
+        *(slow("clip", d) for d in DTYPES[1:]),
     ],
 )
 def test_what_is_replaced_may_be_of_any_type(dtype: str, mode: str) -> None:

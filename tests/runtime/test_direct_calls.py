@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar.runtime.local import LocalExecutable
+from tests.marks import slow
 
 BATCH = np.arange(64, dtype=np.float32).reshape(16, 4)
 
@@ -252,7 +253,7 @@ def test_each_kind_of_arguments_is_known_by_itself(
 
 @pytest.mark.parametrize(
     "activation",
-    [pytest.param(None, marks=pytest.mark.slow), jnp.tanh],
+    [slow(None), jnp.tanh],
     ids=["arrays", "constants"],
 )
 def test_calls_under_other_settings_are_traced_under_them(activation: Any) -> None:

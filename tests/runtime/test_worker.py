@@ -25,6 +25,7 @@ from autopar.runtime.schedule import (
 )
 from autopar.runtime.worker import PipelineExecutable
 from benchmarks.stage_chain import chain, simulate_schedule
+from tests.marks import slow
 from tests.runtime.mlp_pipeline import (
     initial_state,
     make_batch,
@@ -37,7 +38,7 @@ P = PartitionSpec
 
 
 def _slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return slow(*values)
 
 
 def _mesh(first: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.marks import slow
+
 
 def drawn(quick: int, thorough: int) -> pytest.MarkDecorator:
     """Parametrises a test by its `seeds`."""
-    rest = pytest.param(range(thorough), marks=pytest.mark.slow)
-    return pytest.mark.parametrize("seeds", [range(quick), rest], ids=len)
+    seeds = [range(quick), slow(range(thorough))]
+    return pytest.mark.parametrize("seeds", seeds, ids=len)

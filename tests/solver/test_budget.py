@@ -18,6 +18,7 @@ from autopar.solver.budget import (
     solve_within,
 )
 from autopar.solver.budget_constraints import BudgetRow, priced
+from tests.marks import slow
 from tests.solver.brute_force import every_cost
 from tests.solver.drawn import drawn
 from tests.solver.layered_graphs import layered_graph
@@ -274,7 +275,7 @@ def least_with_all_rows(
 
 @pytest.mark.parametrize(
     ("seeds", "num_layers"),
-    [(range(1), 3), pytest.param(range(2), 6, marks=pytest.mark.slow)],
+    [(range(1), 3), slow(range(2), 6)],
 )
 def test_layers_are_within_one_percent_of_all_rows_at_once(
     seeds: range, num_layers: int

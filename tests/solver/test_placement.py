@@ -18,6 +18,7 @@ from autopar.solver.placement import (
     placed,
     search,
 )
+from tests.marks import slow
 
 
 def problem(
@@ -100,9 +101,7 @@ def free_and_best(seed: int) -> tuple[PlacementProblem, Placed]:
     return free, exact(free)
 
 
-seeds = pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
-)
+seeds = pytest.mark.parametrize("seed", [0, *(slow(n) for n in (1, 2))])
 
 
 @seeds

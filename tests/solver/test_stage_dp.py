@@ -19,6 +19,7 @@ from autopar.solver.stage_problem import (
     step_seconds,
 )
 from benchmarks.stage_chain import simulate_schedule
+from tests.marks import slow
 from tests.solver.stage_counts import best_over
 
 
@@ -108,7 +109,7 @@ def least(problem: StageProblem, assignments: Iterator[tuple[Stage, ...]]) -> fl
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize(
     ("seeds", "most_layers"),
-    [(range(2), 4), pytest.param(range(5), 6, marks=pytest.mark.slow)],
+    [(range(2), 4), slow(range(5), 6)],
 )
 def test_no_assignment_is_faster(
     schedule: ScheduleName,
