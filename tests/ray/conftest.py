@@ -1,10 +1,8 @@
 """One local Ray cluster of two virtual hosts for all tests that need one."""
 
-import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,10 +22,6 @@ NEED_NO_CLUSTER = {
     "test_hosts_left.py",
     "test_exported_program.py",
 }
-# Idle workers and metrics of Ray take CPU, and no test needs them.
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-os.environ.setdefault("RAY_enable_metrics_collection", "0")
-os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "600000")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,17 +40,7 @@ def ray_hosts() -> Iterator[LocalHosts]:
 
     Their workers stay for the tests to come, until a test ends them.
     """
-    from ray import cluster_utils
-
-    class Bare(cluster_utils.Cluster):
-        """Without an autoscaler, and without who prints logs of hosts."""
-
-        def add_node(self, wait: bool = True, **node: Any) -> Any:
-            without = {"no_monitor": True, "include_log_monitor": False}
-            return super().add_node(wait, **node, **without)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster_utils, "Cluster", Bare)
         patch.setattr(ray_workers, "_live", {})
         with local_ray_hosts(2, 4) as hosts:
             yield hosts

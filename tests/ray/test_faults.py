@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError
-from autopar.runtime import ray_actors
+from autopar.runtime import ray_actors, ray_workers
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import workers_of
 from autopar.sharding.mesh import parse_mesh
@@ -59,6 +60,12 @@ def training_of(
         batches=lambda position: FaultyBatches(position, none),
         save_every=2,
     )
+
+
+@pytest.fixture(autouse=True)
+def _own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers end with their step, as a user's do."""
+    monkeypatch.setattr(ray_workers, "_live", WeakValueDictionary())
 
 
 def losses_of_one_device(workload: Workload) -> list[float]:
