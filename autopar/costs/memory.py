@@ -77,7 +77,7 @@ class BlockMemory:
     """What one block holds, kernel by kernel, its operands apart.
 
     `bytes` [positions] include what bodies hold. `operators` [positions] are indices of
-    operators, -1 for what converts.
+    operators, -1 for what converts. The rest is read from `sweep` and its chosen `run`.
     """
 
     bytes: np.ndarray
@@ -355,7 +355,7 @@ class _BlockSweep:
     def _read(self, tensor: int, spec: Spec) -> int:
         """The value of a tensor in a spec; what converts to it comes before."""
         made = self.sweep.made[tensor]
-        is_copy = spec is not made and spec != made
+        is_copy = spec != made
         found = self.number.get((tensor, spec) if is_copy else tensor)
         if found is not None:
             return found
@@ -597,8 +597,8 @@ class _BlockSweep:
     def values(self, run: _Run) -> list[Value]:
         """All that is made in memory."""
         every = self.tensor, self.spec, self.bytes, run.starts, run.ends, self.is_copy
-        starts = [start >= 0 for start in run.starts]
-        return [Value(*each) for each in compress(zip(*every, strict=True), starts)]
+        is_held = [start >= 0 for start in run.starts]
+        return [Value(*each) for each in compress(zip(*every, strict=True), is_held)]
 
     def spans(self, position: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """When each operator runs, itself or inside of others."""
