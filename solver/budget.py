@@ -246,7 +246,7 @@ class _Search:
         costs = [graph.cost(plan) for plan in self.seen]
         inner.offer(list(self.seen)[int(np.argmin(costs))])
         try:
-            solve_free(inner, with_ilp=False, folds=True)
+            solve_free(inner, folds=True)
         except Infeasible:
             return None
         return inner.choices

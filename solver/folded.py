@@ -82,24 +82,24 @@ class _Folded:
         best, cost, is_closed = None, np.inf, False
         gap = max(self.search.gap / 4, LEAST_GAP)
         while passing.num_rounds < MOST_ROUNDS:
-            messages = passing.run(
+            is_finished = passing.run(
                 gap,
                 cost=cost,
                 max_rounds=ROUNDS_AT_ONCE,
                 work_limit=self.until - self.clock.spent,
             )
-            if is_new := messages.choices is not None and messages.cost < cost:
-                best, cost = messages.choices, messages.cost
+            if is_new := passing.best_cost < cost:
+                best, cost = passing.best, passing.best_cost
             is_open = cost - passing.bound > gap * abs(cost)
-            if best is not None and is_open and (is_new or messages.is_finished):
+            if best is not None and is_open and (is_new or is_finished):
                 best = improve_among_likely(
-                    *(self.layers.ring, best, messages.marginals, self.search.pool),
+                    *(self.layers.ring, best, passing.marginals(), self.search.pool),
                     gap=gap,
                     work_limit=WORK_AMONG_LIKELY,
                 )
                 cost = self.layers.ring.cost(best)
             is_closed = cost < np.inf and cost - passing.bound <= gap * abs(cost)
-            if is_closed or messages.is_finished or self.clock.now() > self.until:
+            if is_closed or is_finished or self.clock.now() > self.until:
                 break
         return best, is_closed
 

@@ -7,41 +7,29 @@ merge nodes. The ILP gets what is left once nothing can be merged.
 
 from collections.abc import Sequence
 from math import inf
-from typing import Protocol
 
 import numpy as np
 
-from .choice_graph import ChoiceGraph, Infeasible
+from .choice_graph import Infeasible
 from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
-from .likely import MOST_LIKELY_CHOICES, improve_among_likely
-from .merge import choose_pairs, merge_nodes
-from .messages import Messages, Passing
-from .reduce import reduce
+from .likely import improve_among_likely
+from .merge import Merged, choose_pairs, merge_nodes
+from .messages import Passing
+from .reduce import Reduced, reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
 ROUNDS_AT_ONCE = 30
 MOST_MERGED_CHOICES = (1000, 1600)
-FEW_LIKELY_CHOICES = 100
 LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
-class Step(Protocol):
-    """A graph made from another, and the way back."""
-
-    @property
-    def graph(self) -> ChoiceGraph: ...
-
-    def expand(self, choices: Sequence[int]) -> tuple[int, ...]: ...
-
-
-def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) -> None:
+def solve_free(search: Search, *, folds: bool = False) -> None:
     """Closes the gap of `search.graph`, whose budget is not looked at.
 
-    Without the ILP it may stop early, with the bound it has. `folds`: few of many equal
-    layers are looked at first.
+    `folds`: few of many equal layers are looked at first.
 
     Raises:
         Infeasible: every plan is forbidden.
@@ -50,7 +38,7 @@ def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) ->
         solve_folded(search, solve_free)
         if search.is_closed:
             return
-    _Descent(search, with_ilp).run()
+    _Descent(search).run()
 
 
 class _Descent:
@@ -60,19 +48,13 @@ class _Descent:
     graph at hand is one on the full problem up to there; `slack` is its rounding.
     """
 
-    def __init__(self, search: Search, with_ilp: bool) -> None:
-        self.search, self.with_ilp = search, with_ilp
-        self.steps: list[Step] = []
+    def __init__(self, search: Search) -> None:
+        self.search, self.graph = search, search.graph
+        self.steps: list[Reduced | Merged] = []
         self.ceiling, self.slack = inf, 0.0
-        self.excess: list[np.ndarray] = []
-        self.bound = -inf
+        self.marginals: Sequence[np.ndarray] = ()
         self.seconds = search.seconds_left
         self.in_programs = 0.0
-        self.solved: ChoiceGraph | None = None
-
-    @property
-    def graph(self) -> ChoiceGraph:
-        return self.steps[-1].graph if self.steps else self.search.graph
 
     def _work_of_programs(self, least: float) -> float:
         """Seconds of work of the next integer program, of which all may take half.
@@ -100,20 +82,22 @@ class _Descent:
         self._pass_messages()
         if self.search.is_closed or self.search.seconds_left <= 0:
             return True
-        if self._fix() > FIXED_ENOUGH * self.graph.num_choices:
+        if self._num_fixed() > FIXED_ENOUGH * self.graph.num_choices:
             return False
         self._reduce()
-        kept_for_ilp = self.seconds * (0.5 if self.with_ilp else 0.1)
-        if self.search.seconds_left > kept_for_ilp:
-            for most in MOST_MERGED_CHOICES:
-                pairs = choose_pairs(self.graph, most)
-                if pairs:
-                    self.steps.append(merge_nodes(self.graph, pairs, self.search.pool))
-                    return False
+        for most in MOST_MERGED_CHOICES:
+            pairs = choose_pairs(self.graph, most)
+            if pairs and self.search.seconds_left > self.seconds / 2:
+                self._step(merge_nodes(self.graph, pairs, self.search.pool))
+                return False
         work_limit = self._work_of_programs(LEAST_WORK_OF_REST)
-        if self.with_ilp and is_small_enough(self.graph, work_limit):
+        if is_small_enough(self.graph, work_limit):
             self._solve_ilp(work_limit)
         return True
+
+    def _step(self, step: Reduced | Merged) -> None:
+        self.steps.append(step)
+        self.graph = step.graph
 
     def _expand(self, choices: Sequence[int]) -> tuple[int, ...]:
         for step in reversed(self.steps):
@@ -131,7 +115,7 @@ class _Descent:
     def _reduce(self) -> None:
         self.search.pool = self.search.pool.unless_full()
         reduced = reduce(self.graph, self.search.pool)
-        self.steps.append(reduced)
+        self._step(reduced)
         self.slack += reduced.slack
         self.search.finish_phase("reduce", self.graph)
 
@@ -141,66 +125,43 @@ class _Descent:
         passing = Passing(graph, search.cost, clock=search.pool.clock)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
         while True:
-            messages = passing.run(
+            is_finished = passing.run(
                 search.gap,
                 cost=search.cost,
                 enough=self._enough,
                 max_rounds=ROUNDS_AT_ONCE,
                 work_limit=search.seconds_left - keep,
             )
-            if messages.choices is not None:
-                search.offer(self._expand(messages.choices))
-            self._raise_bound(messages.bound)
+            self.marginals = passing.marginals()
+            if passing.best is not None:
+                search.offer(self._expand(passing.best))
+            self._raise_bound(passing.bound)
             search.finish_phase("messages", graph)
             if search.is_closed or search.seconds_left <= keep:
-                break
-            self._improve(messages)
-            if messages.is_finished or search.is_closed:
-                break
-        self.bound = messages.bound
-        self.excess = [m - messages.bound for m in messages.marginals]
+                return
+            if passing.best is not None:
+                self._improve(passing.best)
+            if is_finished or search.is_closed:
+                return
 
-    def _improve(self, messages: Messages) -> None:
-        search = self.search
-        if messages.choices is None:
-            return
-        choices, start = messages.choices, search.seconds_left
-        for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
-            if self._is_all_likely(most):
-                self._solve_whole()
-                break
-            choices = improve_among_likely(
-                *(self.graph, choices, messages.marginals, search.pool),
-                gap=search.gap / 2,
-                work_limit=self._work_of_programs(LEAST_WORK),
-                most_choices=most,
-                cutoff=search.most_useful_cost,
-            )
-            search.offer(self._expand(choices))
-            if search.is_closed:
-                break
+    def _improve(self, choices: Sequence[int]) -> None:
+        search, start = self.search, self.search.seconds_left
+        better = improve_among_likely(
+            *(self.graph, choices, self.marginals, search.pool),
+            gap=search.gap / 2,
+            work_limit=self._work_of_programs(LEAST_WORK),
+            cutoff=search.most_useful_cost,
+        )
+        search.offer(self._expand(better))
         self.in_programs += start - search.seconds_left
         search.finish_phase("likely", self.graph)
 
-    def _is_all_likely(self, most: int) -> bool:
-        """Whether so many likely choices are all, so that a bound on them holds."""
-        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
-
-    def _solve_whole(self) -> None:
-        """The whole graph by the ILP, once."""
-        work_limit = self._work_of_programs(LEAST_WORK)
-        if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
-            self.solved = self.graph
-            self._solve_ilp(work_limit)
-
-    def _fix(self) -> int:
+    def _num_fixed(self) -> int:
+        """How many choices now go, as only plans dearer than the best make them."""
         threshold = self.search.threshold
         self.ceiling = min(self.ceiling, threshold)
-        base = self.bound - self.slack
-        marginals = [beyond + base for beyond in self.excess]
-        fixed = fix(self.graph, marginals, threshold)
-        self.steps.append(fixed)
-        return fixed.num_fixed
+        self.graph, number = fix(self.graph, self.marginals, threshold + self.slack)
+        return number
 
     def _solve_ilp(self, work_limit: float) -> None:
         search = self.search

@@ -25,7 +25,7 @@ import numpy as np
 from . import min_plus
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph, Edge, Node
-from .messages import Half, Passing
+from .messages import Passing
 from .reduce import Reduced, reduce
 from .repeats import Repeats
 
@@ -143,7 +143,7 @@ class TiedMessages:
         """
         graph, size = layers.layer.graph, len(layers.layer.graph.nodes)
         num_inside, num_edges = len(graph.edges), len(layers.ring.edges) // NUM_COPIES
-        plain = _plain(passing)
+        plain = passing.plain()
         starts = range(0, len(layers.ring.edges), num_edges)
         averaged = [
             (
@@ -152,38 +152,16 @@ class TiedMessages:
             )
             for e in range(num_edges)
         ]
-        values = [passing.costs[v].copy() for v in range(size)]
+        values = [np.minimum(node.costs, passing.ceiling) for node in graph.nodes]
         least = []
-        for index, into in enumerate(averaged):
-            halves, edge = passing.halves[index], layers.ring.edges[index]
-            for half, v, message in zip(
-                halves, (edge.first % size, edge.second % size), into, strict=True
-            ):
-                values[v] += message[half.classes]
-            matrix = halves[0].matrix - into[0][:, None] - into[1]
+        for edge, (into, into2) in zip(layers.ring.edges, averaged, strict=False):
+            values[edge.first % size] += into[edge.first_class]
+            values[edge.second % size] += into2[edge.second_class]
+            matrix = np.minimum(edge.costs, passing.ceiling) - into[:, None] - into2
             least.append(float(matrix.min()))
         of_nodes = sum(float(costs.min()) for costs in values)
         of_layer = graph.constant + of_nodes + sum(least[:num_inside])
         return cls(tuple(averaged[num_inside:]), of_layer, sum(least[num_inside:]))
-
-
-def _plain(passing: Passing) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per edge, the messages into its ends, with which the sum of minima is the bound.
-
-    What a node costs beyond its least pays for its edges to earlier nodes, in equal
-    parts; here it is moved there.
-    """
-    paid: dict[int, np.ndarray] = {}
-    for node in range(len(passing.costs)):
-        values = passing.reparametrised(node)
-        beyond = (values - values.min()) * passing.weights[node]
-        for half in passing.earlier[node]:
-            paid[id(half)] = half.least_by_class(beyond)
-
-    def into(half: Half) -> np.ndarray:
-        return half.incoming - paid.get(id(half), 0.0)
-
-    return [(into(first), into(second)) for first, second in passing.halves]
 
 
 def fold(graph: ChoiceGraph, repeats: Repeats, pool: ArrayPool) -> Layers:

@@ -36,7 +36,7 @@ class _Prices:
     def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._links: dict[frozenset[int], AxisLink] = {}
-        self._known: dict[tuple[str, tuple[int, ...], float], np.ndarray] = {}
+        self._seconds: dict[tuple[str, tuple[int, ...], float], float] = {}
 
     def by_size(self, steps: tuple[Step, ...]) -> np.ndarray:
         """Of a path; even one along axes of one device is dearer than none."""
@@ -45,16 +45,16 @@ class _Prices:
 
     def seconds(self, step: Step) -> float:
         """Of a tensor of the size that paths are chosen for."""
-        return at_size(self._by_size(step), _REFERENCE_BYTES)
+        key = (step.kind, step.axes, step.fraction)
+        if key not in self._seconds:
+            self._seconds[key] = at_size(self._by_size(step), _REFERENCE_BYTES)
+        return self._seconds[key]
 
     def _by_size(self, step: Step) -> np.ndarray:
         if step.kind == "slice" or step.kind == "mask":
             return np.full(len(SIZES), _EPSILON_SECONDS)
-        key = (step.kind, step.axes, step.fraction)
-        if key not in self._known:
-            link, sent = self._link(step.axes), SIZES * step.fraction
-            self._known[key] = collective_seconds(step.kind, sent, link)
-        return self._known[key] + _EPSILON_SECONDS
+        link, sent = self._link(step.axes), SIZES * step.fraction
+        return collective_seconds(step.kind, sent, link) + _EPSILON_SECONDS
 
     def _link(self, axes: Sequence[int]) -> AxisLink:
         key = frozenset(axes)

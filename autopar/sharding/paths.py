@@ -154,15 +154,13 @@ def _moves(
         if axes and (axes[0], SUM) in goal.pending and used.isdisjoint(axes):
             yield Step("mask", axes, here.fraction(sizes)), here.owe(axes)
     reached = _exchanged(here, goal, sizes)
-    if reached is not None and reached != here:
+    if reached != here:
         axes = moved_axes(here, reached, sizes)
         yield Step("collective_permute", axes, here.fraction(sizes)), reached
 
 
-def _exchanged(
-    here: Placement, goal: Placement, sizes: Sequence[int]
-) -> Placement | None:
-    """What is most like the goal, and cuts every dim into as many parts as `here`."""
+def _exchanged(here: Placement, goal: Placement, sizes: Sequence[int]) -> Placement:
+    """What is most like the goal and cuts dims as `here`, which it is if nothing is."""
     free = [axis for axis in range(len(sizes)) if axis not in dict(here.pending)]
     dims: list[list[int]] = [[] for _ in goal.dims]
     left = list(here.counts(sizes))
@@ -178,5 +176,5 @@ def _exchanged(
         for dim, axes in enumerate(axes_of):
             cut(dim, axes)
     if any(parts > 1 for parts in left):
-        return None
+        return here
     return Placement(tuple(map(tuple, dims)), here.pending)

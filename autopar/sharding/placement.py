@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, combinations
 from math import prod
 from typing import Literal
@@ -81,11 +82,16 @@ class Placement:
 
     def counts(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Into how many parts each dim is cut."""
-        return tuple(prod(sizes[axis] for axis in axes) for axes in self.dims)
+        return _counts(self.dims, sizes)
 
     def fraction(self, sizes: Sequence[int]) -> float:
         """One shard as a part of the tensor."""
-        return 1.0 / prod(self.counts(sizes))
+        return 1.0 / prod(_counts(self.dims, sizes))
+
+
+@lru_cache(maxsize=4096)
+def _counts(dims: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple([prod([sizes[axis] for axis in axes]) for axes in dims])
 
 
 Move = tuple[Step, Placement]
@@ -139,7 +145,8 @@ def reductions(
             for axes in bundles
             if axes and owed.issuperset(axes) and (axes[0], reduction) not in keep
         ]
-        for chosen in _subsets(closable):
+        numbers = range(len(closable), 0, -1)
+        for chosen in chain(*(combinations(closable, n) for n in numbers)):
             axes = tuple(chain(*chosen))
             closed = here.close(axes)
             fraction = closed.fraction(sizes)
@@ -208,8 +215,3 @@ def _roles(placement: Placement, sizes: Sequence[int]) -> list[tuple[int, ...]]:
             found[axis] = (dim, before)
             before *= sizes[axis]
     return found
-
-
-def _subsets(items: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    for size in range(len(items), 0, -1):
-        yield from combinations(items, size)

@@ -73,9 +73,8 @@ def test_the_bound_holds_for_any_messages(seeds: range) -> None:
         layers = fold(graph, repeats, pool)
         passing = Passing(layers.ring)
         rng = np.random.default_rng(seed)
-        for pair in passing.halves:
-            for half in pair:
-                half.incoming = rng.normal(0, 3, half.incoming.size)
+        num = layers.ring.num_choices
+        passing.state[num:] = rng.normal(0, 3, passing.state.size - num)
         bounded = layers.ends_with(TiedMessages.of(layers, passing))
         bound = solve(bounded, gap=0.0, folds=False).bound
         assert bound <= least_cost(graph) + 1e-9
