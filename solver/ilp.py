@@ -180,7 +180,8 @@ class _Program:
         for sums, node, classes in sides:
             for number, variables in enumerate(sums):
                 chosen = [self.x[node][c] for c in np.flatnonzero(classes == number)]
-                self.problem += pulp.lpSum(variables) == pulp.lpSum(chosen)
+                terms = [(y, 1) for y in variables] + [(x, -1) for x in chosen]
+                self.problem += pulp.LpAffineExpression(terms) == 0
         return pairs
 
     def _objective(self) -> pulp.LpAffineExpression:

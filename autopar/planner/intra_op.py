@@ -175,9 +175,9 @@ def _collectives(
 def _arguments_in_bodies(graph: OpGraph) -> dict[int, int]:
     """By operand of a body that is one of the step's arguments, which."""
     found = {each.tensor: each.tensor for each in graph.inputs}
-    for op in graph.operators():
+    for op in (each for each in graph.operators() if each.bodies):
         inside = {t for body in op.bodies for t in graph.blocks[body].inputs}
-        for port in ports_of(graph, op) if op.bodies else ():
+        for port in ports_of(graph, op):
             sources = [tensor for tensor, _, _ in port.reads]
             if len(sources) == 1 and sources[0] in found:
                 given = found[sources[0]]
