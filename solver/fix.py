@@ -12,17 +12,11 @@ from .choice_graph import ChoiceGraph, Node
 def fix(
     graph: ChoiceGraph, marginals: Sequence[np.ndarray], threshold: float
 ) -> tuple[ChoiceGraph, int]:
-    """Forbids the choices that only plans above `threshold` make.
+    """The graph, its choices in place, with inf for a cost where they are forbidden
+    because only plans above `threshold` make them, and how many of them are.
 
-    Args:
-        graph: the graph.
-        marginals: per node [k], a lower bound on the cost of the plans that make each
-            choice.
-        threshold: the cost above which plans are of no interest.
-
-    Returns:
-        The graph, its choices in place, with inf for a cost where they were forbidden,
-        and how many were.
+    `marginals` are per node [k] a lower bound on the cost of the plans that make each
+    choice.
     """
     nodes, num_fixed = list(graph.nodes), 0
     for index, (node, marginal) in enumerate(zip(nodes, marginals, strict=True)):

@@ -96,6 +96,7 @@ class _Folded:
                     *(self.layers.ring, best, passing.marginals(), self.search.pool),
                     gap=gap,
                     work_limit=WORK_AMONG_LIKELY,
+                    most_choices=len(self.layers.ring.nodes),
                 )
                 cost = self.layers.ring.cost(best)
             is_closed = cost < np.inf and cost - passing.bound <= gap * abs(cost)

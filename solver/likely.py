@@ -27,6 +27,7 @@ def improve_among_likely(
     *,
     gap: float,
     work_limit: float,
+    most_choices: int = MOST_LIKELY_CHOICES,
     cutoff: float = np.inf,
 ) -> tuple[int, ...]:
     """A plan that costs no more than `choices`. The budget is not looked at.
@@ -39,6 +40,7 @@ def improve_among_likely(
         pool: shared arrays of reductions.
         gap: relative distance from the best of these plans at which to stop.
         work_limit: most seconds of work of the ILP.
+        most_choices: how many choices to look at beyond one per node.
         cutoff: plans that cost as much or more are not looked for.
     """
     ranks = [np.where(m == m.min(), -np.inf, m) for m in marginals]
@@ -48,7 +50,7 @@ def improve_among_likely(
         return tuple(choices)
     flat = np.sort(np.concatenate(ranks))
     num_sure = int(np.searchsorted(flat, -np.inf, side="right"))
-    last = min(num_sure + MOST_LIKELY_CHOICES, flat.size) - 1
+    last = min(num_sure + most_choices, flat.size) - 1
     likely, _ = fix(graph, ranks, flat[last])
     reduced = reduce(likely, pool)
     if not reduced.graph.nodes:
