@@ -55,21 +55,21 @@ def part_constants(
     an Equinox module all but arrays, and so of all leaves with `only_arrays`. In a
     dict, list or tuple of the user's own, such a leaf is a mistake and stays one.
     """
-    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
+    kinds = list(map(type, leaves))
+    one = dict(zip(kinds, leaves, strict=True))  # of each kind
+    others = {kind for kind in one if not issubclass(kind, _ARRAYS)}
+    if not others:
         return ((), (), ()), leaves
-    places = tuple(
-        position
-        for position, is_strict in _places(tree, _equinox_modules(), only_arrays)
-        if _is_constant(leaves[position], is_strict)
-    )
-    constants, held = tuple(leaves[position] for position in places), {*places}
+    usual = {kind for kind in others if not is_array_leaf(one[kind])}
+    asked = _places(tree, _equinox_modules(), only_arrays)
+    places = [i for i, strict in asked if kinds[i] in (others if strict else usual)]
+    places = tuple([i for i in places if _has_hash(leaves[i])])
+    constants, held = tuple([leaves[position] for position in places]), {*places}
     rest = [leaf for position, leaf in enumerate(leaves) if position not in held]
     return (places, tuple(map(type, constants)), constants), rest
 
 
-def _is_constant(leaf: Any, is_strict: bool) -> bool:
-    if isinstance(leaf, _ARRAYS) if is_strict else is_array_leaf(leaf):
-        return False
+def _has_hash(leaf: Any) -> bool:
     try:
         hash(leaf)
     except TypeError:
