@@ -82,7 +82,7 @@ class _Descent:
         self._pass_messages()
         if self.search.is_closed or self.search.seconds_left <= 0:
             return True
-        if self._num_fixed() > FIXED_ENOUGH * self.graph.num_choices:
+        if self._fix() > FIXED_ENOUGH * self.graph.num_choices:
             return False
         self._reduce()
         for most in MOST_MERGED_CHOICES:
@@ -156,8 +156,8 @@ class _Descent:
         self.in_programs += start - search.seconds_left
         search.finish_phase("likely", self.graph)
 
-    def _num_fixed(self) -> int:
-        """How many choices now go, as only plans dearer than the best make them."""
+    def _fix(self) -> int:
+        """Forbids choices that only plans dearer than the best make; how many."""
         threshold = self.search.threshold
         self.ceiling = min(self.ceiling, threshold)
         self.graph, number = fix(self.graph, self.marginals, threshold + self.slack)

@@ -86,7 +86,7 @@ class Placement:
 
     def fraction(self, sizes: Sequence[int]) -> float:
         """One shard as a part of the tensor."""
-        return 1.0 / prod(_counts(self.dims, sizes))
+        return 1.0 / prod(self.counts(sizes))
 
 
 @lru_cache(maxsize=4096)
