@@ -57,7 +57,7 @@ def part_constants(
     """
     kinds = list(map(type, leaves))
     one = dict(zip(kinds, leaves, strict=True))  # of each kind
-    others = {kind for kind in one if not issubclass(kind, _ARRAYS)}
+    others = {kind for kind in one if not isinstance(one[kind], _ARRAYS)}
     if not others:
         return ((), (), ()), leaves
     usual = {kind for kind in others if not is_array_leaf(one[kind])}
