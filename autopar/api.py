@@ -297,7 +297,7 @@ class ParallelFunction(Generic[_P, _R]):
         compiled, and corrected, also for devices that are not here.
         """
         traced = self._traced_call(call)
-        key = call.key, call.types()
+        key = call.key, types_of(call.leaves)
         known = self._steps.get(key)
         if known and isinstance(known.planned, PlannedPipeline):
             return known

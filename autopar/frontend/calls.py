@@ -61,9 +61,6 @@ class Call:
         """What is traced: arguments whose leaves are `leaves`."""
         return hold_constants((self.args, self.kwargs), self.only_arrays)
 
-    def types(self) -> tuple[Any, ...]:
-        return types_of(self.leaves)
-
     def run(
         self, executable: Callable[[Sequence[Any]], Sequence[Any]], tree: ResultTree
     ) -> Any:
@@ -90,7 +87,7 @@ def open_call(
         return
     with split_modules(dynamic, keywords) as (dynamic, keywords, finish):
         leaves, tree = jax.tree.flatten((dynamic, keywords))
-        constants, rest = part_constants(leaves, tree, only_arrays)
+        tree, constants, rest = part_constants(leaves, tree, only_arrays)
         form = tree, statics, constants
         yield Call(dynamic, keywords, statics, rest, form, only_arrays, finish)
 
@@ -107,7 +104,7 @@ def parted(
     leaves, tree = jax.tree.flatten((dynamic, keywords))
     if has_modules(tree):
         return None
-    constants, rest = part_constants(leaves, tree, only_arrays)
+    tree, constants, rest = part_constants(leaves, tree, only_arrays)
     return (tree, statics, constants), rest
 
 

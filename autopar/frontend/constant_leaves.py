@@ -48,25 +48,32 @@ class Held:
 
 def part_constants(
     leaves: Sequence[Any], tree: PyTreeDef, only_arrays: bool = False
-) -> tuple[Constants, Sequence[Any]]:
-    """The leaves that are constants, and all others; what cannot be hashed is none.
+) -> tuple[PyTreeDef, Constants, Sequence[Any]]:
+    """The tree, the leaves that are constants, and all others.
 
-    Of those of a registered class, all that are neither arrays nor numbers. Of those of
-    an Equinox module all but arrays, and so of all leaves with `only_arrays`. In a
-    dict, list or tuple of the user's own, such a leaf is a mistake and stays one.
+    Constants are, of a registered class's leaves, all that are neither arrays nor
+    numbers; of an Equinox module's, and with `only_arrays` of all, all but arrays. In a
+    dict, list or tuple of the user's own, such a leaf is a mistake and stays one. What
+    cannot be hashed is none. The tree may be an equal one seen before, which makes keys
+    quicker to compare.
     """
-    kinds = list(map(type, leaves))
-    one = dict(zip(kinds, leaves, strict=True))  # of each kind
-    others = {kind for kind in one if not isinstance(one[kind], _ARRAYS)}
-    if not others:
-        return ((), (), ()), leaves
-    usual = {kind for kind in others if not is_array_leaf(one[kind])}
-    asked = _places(tree, _equinox_modules(), only_arrays)
-    places = [i for i, strict in asked if kinds[i] in (others if strict else usual)]
-    places = tuple([i for i in places if _has_hash(leaves[i])])
-    constants, held = tuple([leaves[position] for position in places]), {*places}
-    rest = [leaf for position, leaf in enumerate(leaves) if position not in held]
-    return (places, tuple(map(type, constants)), constants), rest
+    kinds = tuple(map(type, leaves))
+    grades = {kind: _grade(leaves[kinds.index(kind)]) for kind in {*kinds}}
+    if not any(grades.values()):
+        return tree, ((), (), ()), leaves
+    graded = frozenset(grades.items())
+    tree, places = _places(tree, kinds, graded, _equinox_modules(), only_arrays)
+    constants = tuple([leaves[place] for place in places])
+    if not _has_hash(constants):
+        places = tuple([place for place in places if _has_hash(leaves[place])])
+        constants = tuple([leaves[place] for place in places])
+    rest = list(itertools.compress(leaves, _are_others(places, len(leaves))))
+    return tree, (places, tuple(map(type, constants)), constants), rest
+
+
+def _grade(leaf: Any) -> int:
+    """0 for an array, 1 for what else can be traced, 2 for the rest."""
+    return 0 if isinstance(leaf, _ARRAYS) else 1 if is_array_leaf(leaf) else 2
 
 
 def _has_hash(leaf: Any) -> bool:
@@ -85,7 +92,7 @@ def takes_only_arrays(fun: Callable[..., Any]) -> bool:
 def hold_constants(value: Any, only_arrays: bool = False) -> Any:
     """The same tree with its constants held."""
     leaves, tree = jax.tree.flatten(value)
-    (places, _, constants), _ = part_constants(leaves, tree, only_arrays)
+    _, (places, _, constants), _ = part_constants(leaves, tree, only_arrays)
     for position, constant in zip(places, constants, strict=True):
         leaves[position] = Held(constant)
     return jax.tree.unflatten(tree, leaves)
@@ -144,26 +151,32 @@ class _Unreleased:
 
 @functools.lru_cache
 def _places(
-    node: PyTreeDef, modules: tuple[type, ...], only_arrays: bool
-) -> tuple[tuple[int, bool], ...]:
-    """Positions of leaves that may be constants, and whether only arrays are not."""
-    next_leaf = itertools.count()
+    tree: PyTreeDef, kinds: Sequence[type], graded: Any, modules: Any, only_arrays: bool
+) -> tuple[PyTreeDef, tuple[int, ...]]:
+    """The tree as first seen, and positions of leaves that may be constants."""
+    grades, next_kind = dict(graded), enumerate(kinds)
 
-    def walk(
-        node: PyTreeDef, is_inside: bool, is_strict: bool
-    ) -> Iterator[tuple[int, bool]]:
+    def walk(node: PyTreeDef, least: int) -> Iterator[int]:
         data = node.node_data()
         if data is None:
-            position = next(next_leaf)
-            if is_inside:
-                yield position, is_strict
+            position, kind = next(next_kind)
+            if grades[kind] >= least:
+                yield position
             return
-        is_inside = is_inside or not issubclass(data[0], _CONTAINERS)
-        is_strict = is_strict or issubclass(data[0], modules)
+        if issubclass(data[0], modules):
+            least = 1
+        elif not issubclass(data[0], _CONTAINERS):
+            least = min(least, 2)
         for child in node.children():
-            yield from walk(child, is_inside, is_strict)
+            yield from walk(child, least)
 
-    return tuple(walk(node, only_arrays, only_arrays))
+    return tree, tuple(walk(tree, 1 if only_arrays else 3))
+
+
+@functools.lru_cache
+def _are_others(places: Sequence[int], num_leaves: int) -> Sequence[bool]:
+    chosen = {*places}
+    return [position not in chosen for position in range(num_leaves)]
 
 
 def _equinox_modules() -> tuple[type, ...]:

@@ -21,13 +21,6 @@ from ..jax_compat import PyTreeDef
 _TAG = "autopar"
 
 
-class _NoName:
-    """The step from a module to its arrays, which a path leaves out."""
-
-    def __str__(self) -> str:
-        return ""
-
-
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class GraphNode:
@@ -37,7 +30,7 @@ class GraphNode:
     arrays: Any
 
     def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[Any, Any]], Any]:
-        return ((_NoName(), self.arrays),), self.graphdef
+        return (("", self.arrays),), self.graphdef  # a path leaves this step out
 
     @classmethod
     def tree_unflatten(cls, graphdef: Any, children: Sequence[Any]) -> GraphNode:
@@ -104,18 +97,12 @@ def run_merged(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with nnx.merge_context(_TAG, inner=True) as context:
         args, kwargs = _merged(context, (args, kwargs))
     result = fun(*args, **kwargs)
-    modules = list(
-        filter(is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_whole))
-    )
+    nodes = jax.tree.leaves((args, kwargs), is_leaf=_is_whole)
+    modules = list(filter(is_module, nodes))
     with nnx.split_context(_TAG) as context:
         changed, returned = _split(context, (modules, result))
-    position_by_id = {id(leaf): position for position, leaf in enumerate(before)}
-
-    def unless_unchanged(leaf: Any) -> Any:
-        position = position_by_id.get(id(leaf))
-        return leaf if position is None else Unchanged(position)
-
-    return jax.tree.map(unless_unchanged, changed), returned
+    unchanged = {id(leaf): Unchanged(place) for place, leaf in enumerate(before)}
+    return jax.tree.map(lambda leaf: unchanged.get(id(leaf), leaf), changed), returned
 
 
 def split_result(fun: Callable[..., Any]) -> Callable[..., Any]:
