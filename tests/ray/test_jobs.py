@@ -43,13 +43,18 @@ def submit(
     """`ray job submit`, which prints the job's log and waits for its end."""
     entry = [sys.executable, "train.py", *arguments]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
-    return subprocess.run(
-        [*ray, "--address", server, "--working-dir", str(folder), "--", *entry],
-        env=environment(token),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = [*ray, "--address", server, "--working-dir", str(folder), "--", *entry]
+    for _ in range(10):
+        done = subprocess.run(
+            command,
+            env=environment(token),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        if "No available agent" not in done.stdout + done.stderr:
+            return done
+    raise TimeoutError("The cluster's hosts must take jobs soon after they are there.")
 
 
 def load() -> ModuleType:
