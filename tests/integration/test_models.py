@@ -213,7 +213,9 @@ def test_the_state_after_three_steps_is_that_of_one_device(training: Training) -
         if expected.dtype.kind != "f":
             np.testing.assert_array_equal(actual, expected, err_msg=name)
             continue
-        allowed = tolerance(expected) + noise_allowance(noise)
+        # Ten times the noise of a gradient is a hundred times that of its square.
+        times = 10 if ".nu" in name else 1
+        allowed = tolerance(expected) + times * noise_allowance(noise)
         excess = (abs(actual - expected) / (allowed + 1e-30)).max()
         assert excess <= 1, f"{name} is {excess:.3g} times its tolerance off"
 
