@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def part_constants(
     if not any(grades.values()):
         return tree, ((), (), ()), leaves
     graded = frozenset(grades.items())
-    tree, places = _places(tree, kinds, graded, _equinox_modules(), only_arrays)
+    tree, places = _places(tree, kinds, graded, only_arrays)
     constants = tuple([leaves[place] for place in places])
     if not _has_hash(constants):
         places = tuple([place for place in places if _has_hash(leaves[place])])
@@ -151,10 +151,10 @@ class _Unreleased:
 
 @functools.lru_cache
 def _places(
-    tree: PyTreeDef, kinds: Sequence[type], graded: Any, modules: Any, only_arrays: bool
+    tree: PyTreeDef, kinds: Sequence[type], graded: Set[tuple[type, int]], strict: bool
 ) -> tuple[PyTreeDef, tuple[int, ...]]:
     """The tree as first seen, and positions of leaves that may be constants."""
-    grades, next_kind = dict(graded), enumerate(kinds)
+    grades, next_kind, modules = dict(graded), enumerate(kinds), _equinox_modules()
 
     def walk(node: PyTreeDef, least: int) -> Iterator[int]:
         data = node.node_data()
@@ -170,7 +170,7 @@ def _places(
         for child in node.children():
             yield from walk(child, least)
 
-    return tree, tuple(walk(tree, 1 if only_arrays else 3))
+    return tree, tuple(walk(tree, 1 if strict else 3))
 
 
 @functools.lru_cache
